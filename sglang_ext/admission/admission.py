@@ -71,6 +71,9 @@ class Admission(ABC):
     def num_worth(self, handle: Hashable, device_tokens: int, num_pages: int) -> int:
         """How many of some pages in DRAM are worth loading, where one process decides on that.
 
+        Told of each match, also of one with nothing to load: what is counted of an admitted request
+        is of its last.
+
         Args:
             handle: of the request.
             device_tokens: leading tokens that are on the device.

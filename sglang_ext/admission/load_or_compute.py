@@ -97,6 +97,19 @@ class DramChoice:
             share = request.in_dram = DramShare(device_tokens, num_pages, decision)
         return share.decision.pages
 
+    def as_agreed(self, share: DramShare, device_tokens: int, num_pages: int) -> DramShare:
+        """What several ranks made of a rank's share, as of a match.
+
+        Args:
+            share: the rank's own.
+            device_tokens: leading tokens that are on the device by now.
+            num_pages: how many pages behind those all ranks load.
+        """
+        num_came = (device_tokens - share.device_tokens) // self._page_tokens
+        # Where the device has less than it had, what was agreed on is of no use at all.
+        num_needless = share.num_pages if num_came < 0 else num_came
+        return share._replace(num_needless=num_needless, loads=num_pages > 0)
+
     def admitted(self, request: WaitingRequest) -> None:
         """A request runs: counts what it computes though it is in DRAM."""
         share = request.in_dram
@@ -104,9 +117,9 @@ class DramChoice:
             return
         self._counters.add("cost_dram_left_requests")
         self._counters.add("cost_dram_left_pages", share.num_left)
-        if share.decision.is_probe:
+        if share.is_probe:
             self._counters.add("cost_dram_probes")
-        elif not share.decision.pages:
+        elif share.decision.is_probe or not share.decision.pages:
             self._cost.note_passed_over()
 
 

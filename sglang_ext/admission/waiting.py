@@ -198,6 +198,18 @@ class WaitingRoom:
             return num_pages
         return self._dram.num_worth(waiting, device_tokens, num_pages)
 
+    def note_match(self, handle: Hashable, device_tokens: int, num_pages: int) -> None:
+        """Several ranks have agreed what a request loads, if it is admitted by this match.
+
+        Args:
+            handle: of the request.
+            device_tokens: leading tokens that are on the device.
+            num_pages: pages of DRAM that it loads behind those.
+        """
+        waiting = self._waiting.get(handle)
+        if waiting is not None and waiting.in_dram is not None and self._dram is not None:
+            waiting.in_dram = self._dram.as_agreed(waiting.in_dram, device_tokens, num_pages)
+
     def remote_pages(self, handle: Hashable) -> tuple[int, int]:
         """(first page of the prompt, number) of what the remote store had of a request's pages."""
         waiting = self._waiting.get(handle)

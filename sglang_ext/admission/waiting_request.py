@@ -171,16 +171,28 @@ class DramShare(NamedTuple):
         device_tokens: tokens on the device, as of when that was decided.
         num_pages: pages behind those that were in DRAM.
         decision: the decision.
+        num_needless: leading pages of these that the last match had no use for, as they were on
+            the device by then.
+        loads: whether several ranks agreed on loading any; true with one rank.
     """
 
     device_tokens: int
     num_pages: int
     decision: DramDecision
+    num_needless: int = 0
+    loads: bool = True
+
+    @property
+    def is_probe(self) -> bool:
+        """Whether a few are loaded as a measurement."""
+        return self.decision.is_probe and self.loads
 
     @property
     def num_left(self) -> int:
-        """Pages that are computed though they are in DRAM."""
-        return self.num_pages - self.decision.pages
+        """Pages that are computed though they are in DRAM, as that is quicker on this rank."""
+        is_given_up = self.decision.is_probe and not self.loads
+        num_wanted = 0 if is_given_up else self.decision.pages
+        return max(0, self.num_pages - max(num_wanted, self.num_needless))
 
 
 @dataclass

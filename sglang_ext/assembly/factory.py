@@ -61,7 +61,7 @@ from sglang_ext.coded_remote.remote_codec import RemotePageCodec
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import LAYOUT_VERSION, PageLayout
 from sglang_ext.device.local_pages import LocalPages
-from sglang_ext.device.pinning import pin_memory
+from sglang_ext.device.pinning import pin_memory, place_near
 from sglang_ext.device.pools import DevicePool, HybridPools, describe_pools
 from sglang_ext.device.ports import open_port
 from sglang_ext.device.rope_discovery import LayerRope, discover_ropes
@@ -291,6 +291,7 @@ def _pin(store: PageStore, pool: DevicePool) -> bool:
     """Page-locks DRAM for a CUDA device; returns whether all of it is."""
     if pool.device.type != "cuda":
         return False
+    place_near(store.arena, torch.cuda.get_device_properties(pool.device))
     pinned_bytes = pin_memory(store.arena, torch.cuda.cudart())  # type: ignore[no-untyped-call]
     return pinned_bytes == store.arena.nbytes
 

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext.device.ports import numa
 from sglang_ext.device.ports.cudart import forget_error
 from sglang_ext.tiers.host import HostArena
 
@@ -14,6 +15,31 @@ logger = logging.getLogger(__name__)
 
 # The driver is slow at, and may refuse, a large part of the machine's memory in one call.
 CHUNK_BYTES = 16 << 30
+
+
+def place_near(arena: HostArena, gpu: Any) -> None:
+    """Has the arena lie in the memory nearest to a GPU, on a machine with several NUMA nodes.
+
+    To be called before `pin_memory`, after which no page moves.
+
+    Args:
+        arena: the memory.
+        gpu: its properties, as torch has them.
+    """
+    address = numa.pci_address(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
+    node = numa.node_near(address)
+    if node is None:
+        return
+    if problem := numa.prefer_node(arena.address, arena.nbytes, node):
+        logger.warning(
+            "hier-kv: DRAM is not placed on NUMA node %d, which is nearest to the GPU at %s, as "
+            "%s; copies may cross nodes.", node, address, problem,
+        )  # fmt: skip
+    else:
+        logger.info(
+            "hier-kv: DRAM lies on NUMA node %d, nearest to the GPU at %s, as far as it has room",
+            node, address,
+        )  # fmt: skip
 
 
 def pin_memory(

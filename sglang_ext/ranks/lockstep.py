@@ -129,6 +129,7 @@ class Lockstep(Admission):
         self._room = room
         self._queue = queue
         self._transfers = transfers
+        self._page_size = page_size
         self._num_on_device = num_on_device
         self.gather = gather
         self._min_reduce = min_reduce
@@ -189,10 +190,12 @@ class Lockstep(Admission):
         self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes, max_quality: int
     ) -> int:
         """What is promised, on every rank of the group."""
-        return self.promises.num_usable(handle, space, first_page, len(hashes))
+        num = self.promises.num_usable(handle, space, first_page, len(hashes))
+        return self.num_worth(handle, first_page * self._page_size, num)
 
     def num_worth(self, handle: Hashable, device_tokens: int, num_pages: int) -> int:
         """All of them: a rank promises no more than is worth it to that rank."""
+        self._room.note_match(handle, device_tokens, num_pages)
         return num_pages
 
     def num_stored(self, handle: Hashable, space: KeySpace, first_page: int, hashes: Hashes) -> int:

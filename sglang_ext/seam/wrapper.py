@@ -160,13 +160,15 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         space = self.cache.space_of(req)
         device_len = result.device_prefix_len
         if space is None or device_len >= len(key):
+            self._note_nothing_to_load(req, device_len)
             return result
         tail_hashes = self._tail_hashes(key, result, device_len)
         if self.resumption is not None:
             result = self._note_hybrid(req, space, result, tail_hashes)
-        num_pages = 0
-        if tail_hashes:
-            num_pages = self._num_loadable(req, space, device_len, tail_hashes)
+        if not tail_hashes:
+            self._note_nothing_to_load(req, device_len)
+            return result
+        num_pages = self._num_loadable(req, space, device_len, tail_hashes)
         if num_pages == 0:
             return result
         self.hit_markers[req.rid] = ExternalCacheHitMarker(
@@ -177,6 +179,10 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             host_hit_length=num_pages * self.cache.page_size,
             **self._window_hit(result, num_pages),
         )
+
+    def _note_nothing_to_load(self, req: Any, device_len: int) -> None:
+        """What an earlier match would have left in DRAM is not left by this one."""
+        self.cache.admission.num_worth(req.cache_request_handle, device_len, 0)
 
     def _note_hybrid(self, req: Any, space: KeySpace, result: Any, tail: list[str]) -> Any:
         """Sees to it that a window or a state is saved where the stored pages end.

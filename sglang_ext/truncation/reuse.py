@@ -70,7 +70,8 @@ class TruncatedReuse:
         admission, handle = self._admission, req.cache_request_handle
         if admission.decides_alone:
             found = self._compose(req, lineage, space, device_len, tail, READY)
-            num = 0 if found is None else admission.num_worth(handle, device_len, found.num_pages)
+            num_ready = 0 if found is None else found.num_pages
+            num = admission.num_worth(handle, device_len, num_ready)
             if found is not None and num < found.num_pages:
                 found = found.part(0, num) if num else None
             lineage.composition = found

@@ -192,7 +192,10 @@ def _check_numa(config: HierKVConfig) -> Check:
     nodes = ", ".join(f"{num_bytes / GIB:.1f} GiB" for num_bytes in free)
     if config.host_bytes <= max(free):
         return Check(
-            "numa", "ok", f"{len(free)} NUMA nodes, free {nodes}: one holds the host tier."
+            "numa",
+            "ok",
+            f"{len(free)} NUMA nodes, free {nodes}: one holds the host tier, and a start with a "
+            "GPU takes the nearest to that.",
         )
     return Check(
         "numa",

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import pytest
 
 from sglang_ext.admission.waiting_request import Remote, ReusablePrefix
-from sglang_ext.ranks.consensus import AgreedRequest, Consensus, Report
-from sglang_ext.ranks.promises import PromiseBook
+from sglang_ext.ranks.consensus import AgreedRequest, Report
+from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from tests.unit.admission.test_load_or_compute import KV, P, Rig, pages, until
@@ -43,14 +43,19 @@ class Rank:
         if plan is not None:
             until(lambda: plan.done)
             self.rig.store.cancel_plan(plan)
-        self.consensus = Consensus(lambda vector: None)
-        self.book = PromiseBook(
+        transfers: Any = None  # nothing is saved or loaded
+        self.lockstep = Lockstep(
             self.rig.store,
             self.rig.room,
+            list,
+            transfers,
             page_size=P,
             find_damaged=lambda slots, position: NOTHING_FOUND,
-            note=self.consensus.note,
+            num_on_device=lambda key: 0,
+            min_reduce=lambda vector: None,
+            gather=lambda content: [content],
         )
+        self.book, self.consensus = self.lockstep.promises, self.lockstep._consensus
 
     def save(self, start: int, end: int) -> None:
         """Some of the pages come to DRAM, behind those before them."""
@@ -67,6 +72,11 @@ class Rank:
             self.rig.space, pages("a", NUM_PAGES), 0, 255, prompt_tokens=num_tokens
         )
         self.book.enter("x", prefix)
+
+    def loadable(self, num_on_device: int) -> int:
+        """What a match finds behind so many pages of the device."""
+        tail = pages("a", NUM_PAGES)[num_on_device:]
+        return self.lockstep.num_loadable("x", self.rig.space, num_on_device, tail, 255)
 
     @property
     def agreed(self) -> AgreedRequest | None:
@@ -250,3 +260,61 @@ def test_of_dram_all_ranks_load_what_is_worth_it_to_each(make: MakeRanks) -> Non
         rank.book.admit("x", None)
     assert slow.rig.count("cost_dram_left_pages") == NUM_PAGES - num
     assert quick.rig.count("cost_dram_left_pages") == 0
+
+
+@pytest.mark.parametrize("num_on_device", [0, 8, NUM_PAGES])
+def test_what_the_device_has_by_then_no_rank_leaves(make: MakeRanks, num_on_device: int) -> None:
+    """Others computed some of the prompt's pages between what was agreed on and its last match."""
+    quick, slow = make(NUM_PAGES, NUM_PAGES)
+    for rank, page_s in ((quick, 1e-6), (slow, 1.0)):
+        rank.rig.teach_prefill(1e-3)
+        rank.rig.teach_loads(page_s)
+        rank.enter()
+    until_admitted([quick, slow])
+    assert quick.agreed is not None
+    num = quick.agreed.end_page
+    assert num < 8
+    for rank in (quick, slow):
+        assert rank.loadable(0) == num
+        if num_on_device == NUM_PAGES:
+            rank.lockstep.num_worth("x", NUM_PAGES * P, 0)  # as a match that asks for nothing
+        else:
+            assert rank.loadable(num_on_device) == max(0, num - num_on_device)
+        rank.book.admit("x", None)
+    left = NUM_PAGES - max(num, num_on_device)
+    assert slow.rig.count("cost_dram_left_pages") == left
+    assert slow.rig.count("cost_dram_left_requests") == (left > 0)
+    assert quick.rig.count("cost_dram_left_pages") == 0
+
+
+def test_a_probe_that_another_rank_takes_no_part_in_is_none(make: MakeRanks) -> None:
+    """It goes on passing its pages over, so it probes as soon as all ranks do."""
+    ranks = probing, _ = make(NUM_PAGES, NUM_PAGES)
+    for rank in ranks:
+        rank.rig.teach_prefill(1e-3)
+        rank.rig.teach_loads(1.0)
+        for tokens in (100, 1000, 5000) * 2:  # a load that is begun costs more than all computing
+            rank.rig.cost.note_load(tokens, 10.0)
+    while not probing.rig.cost._num_passed_over >= 16:
+        probing.rig.cost.note_passed_over()
+
+    def run() -> int:
+        for rank in ranks:
+            rank.enter()
+        until_admitted(list(ranks))
+        num = {rank.loadable(0) for rank in ranks}
+        for rank in ranks:
+            rank.book.admit("x", None)
+        assert len(num) == 1
+        return num.pop()
+
+    assert run() == 0
+    assert [rank.rig.count("cost_dram_probes") for rank in ranks] == [0, 0]
+    assert [rank.rig.count("cost_dram_left_pages") for rank in ranks] == [NUM_PAGES] * 2
+    for rank in ranks:
+        while rank.rig.cost._num_passed_over < 16:
+            rank.rig.cost.note_passed_over()
+    num = run()
+    assert num > 0
+    assert [rank.rig.count("cost_dram_probes") for rank in ranks] == [1, 1]
+    assert [rank.rig.count("cost_dram_left_pages") for rank in ranks] == [2 * NUM_PAGES - num] * 2
