@@ -24,6 +24,7 @@ from sglang_ext.simulator.virtual_store import (
 )
 from sglang_ext.tiers.base import Location
 from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.store.books.write_policy import AGAIN_SHARE
 from sglang_ext.tiers.store.types import ON_DISK, READY, DiskCopies
 from tests.unit.store.store_rig import Make, Rig, check_content, pages, rigs
 
@@ -212,6 +213,26 @@ def test_capacity_adds_up_and_writes_stay_bounded() -> None:
         hits[policy], per_hit[policy] = done.hit_share, done.written / done.hits
     assert hits["auto"] >= hits["write_through"] + 0.01, hits
     assert per_hit["auto"] <= 1.3 * per_hit["write_through"], per_hit
+
+
+@pytest.mark.parametrize("placement", [PolicyConfig(), None], ids=["on", "off"])
+def test_prompts_that_come_back_often_are_not_written_at_every_turn(
+    placement: PolicyConfig | None,
+) -> None:
+    """DRAM is a quarter of the disk; to have each page once would be a write for each that hits."""
+    random = np.random.default_rng(5)
+    picks = np.minimum(random.zipf(1.2, 600), 60)
+    paths = [np.append(np.arange(8) + 8 * pick, 1000 + at) for at, pick in enumerate(picks)]
+    sizes = StoreSizes(1 << 20, host_pages=64, disk_pages=256)
+    done = {}
+    for policy in ("write_through", "auto"):
+        with virtual_store(sizes, placement, policy) as server:
+            done[policy] = Replay(paths, 10, [1.0] * len(paths)).run(server)
+            server.store.check()
+    again = done["auto"].counters["written_again_pages"]
+    first = done["auto"].counters["written_pages"] - again
+    assert 0 < again <= AGAIN_SHARE * first + sizes.host_pages
+    assert done["auto"].hit_share >= done["write_through"].hit_share - 0.01
 
 
 def test_a_cleared_disk_takes_what_comes(make: Make) -> None:

@@ -88,7 +88,9 @@ class Books:
             events=events, clock=clock,
         )  # fmt: skip
         self.lookups = Lookups(table)
-        self.writing = WritePolicy(write_policy, has_disk=has_disk, order=order)
+        self.writing = WritePolicy(
+            write_policy, has_disk=has_disk, order=order, dram_pages=arena.num_slots
+        )
         self.disk = DiskPages(table, self.writing)
         self.spills = SpillQueue(table, self.writing, self.disk, space_of or _no_space)
         self.room = DramRoom(table, self.spills, self.writing)

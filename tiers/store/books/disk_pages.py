@@ -184,7 +184,7 @@ class DiskPages:
         """Which of these pages are worth more than the disk pages that they would replace."""
         num, spare, now_s = len(rows), 0, self._table.now_s()
         if self._duplicates is not None and self._has_spare:
-            spare = self._duplicates.count(num)
+            spare = self._duplicates.count(min(num, self._writing.num_to_give_up))
         displaced = order.next_to_leave(num - spare, now_s)
         by_worth = order.by_worth(rows, now_s)
         admitted = np.ones(num, np.bool_)
@@ -204,7 +204,8 @@ class DiskPages:
         """Forgets disk copies of pages that DRAM has, and may write again when they leave it."""
         if self._duplicates is None or not self._has_spare:
             return 0
-        rows = self._duplicates.take(num_blocks)
+        rows = self._duplicates.take(num_blocks, self._writing.num_to_give_up)
+        self._writing.note_given_up(len(rows))
         given_up = int(self._index.num_blocks[rows].sum())
         self._table.take_off_disk(rows)
         self._table.take(GIVE_UP_COPY, rows)

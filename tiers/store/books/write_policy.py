@@ -9,6 +9,9 @@ from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
 DEFAULT_POLICY: Final = "auto"
 # Times DRAM from which on it is not worth its writes that DRAM and disk hold different pages.
 LARGE_DISK: Final = 16
+# Pages that may be written again for each that is written for the first time: what adding DRAM and
+# disk up may cost in writes. Prompts that come back often would be written at every turn.
+AGAIN_SHARE: Final = 0.3
 
 
 def policy_for_sizes(name: str, dram: int, records: int) -> str:
@@ -23,6 +26,7 @@ class WritePolicy:
         name: `write_through`, `selective`, `write_back` or `auto`.
         has_disk: whether there is a disk.
         order: of DRAM.
+        dram_pages: room in DRAM; so many pages may be written again before any is written.
 
     Attributes:
         name: as given.
@@ -30,11 +34,12 @@ class WritePolicy:
         closing: what is only in DRAM is about to be gone, so no copy on disk is spare.
     """
 
-    def __init__(self, name: str, *, has_disk: bool, order: DramOrder) -> None:
+    def __init__(self, name: str, *, has_disk: bool, order: DramOrder, dram_pages: int) -> None:
         self.name = name
         self._has_disk = has_disk
         self._order = order
         self.disk_is_full = self.closing = False
+        self._most_again = self._num_again = float(dram_pages)
 
     @property
     def through(self) -> bool:
@@ -54,6 +59,19 @@ class WritePolicy:
     def on_use(self) -> bool:
         """Whether pages are written when they are used."""
         return self._has_disk and self.name == "selective"
+
+    @property
+    def num_to_give_up(self) -> int:
+        """How many pages of DRAM and disk may give their place on disk up now."""
+        return int(self._num_again)
+
+    def note_written(self, num_pages: int) -> None:
+        """So many pages were written for the first time."""
+        self._num_again = min(self._most_again, self._num_again + AGAIN_SHARE * num_pages)
+
+    def note_given_up(self, num_pages: int) -> None:
+        """So many gave their place up, and will be written again when they leave DRAM."""
+        self._num_again -= num_pages
 
     def note_full(self) -> None:
         """The disk had to give up pages."""

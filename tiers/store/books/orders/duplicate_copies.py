@@ -46,20 +46,27 @@ class DuplicateCopies:
         self._is_in[slots] = True
         self._num += len(slots)
 
-    def take(self, num_blocks: int) -> Rows:
-        """Takes pages whose records have `num_blocks` blocks together, or all there are."""
+    def take(self, num_blocks: int, most: int) -> Rows:
+        """Takes pages whose records have `num_blocks` blocks together, or all there are.
+
+        Args:
+            num_blocks: that are asked for.
+            most: pages that are taken at most.
+        """
         taken: list[Rows] = []
-        while num_blocks > 0 and self._num:
+        while num_blocks > 0 and most > 0 and self._num:
             start = max(0, self._num - _STEP)
             slots = self._stack[start : self._num][::-1]
             rows = self._rows[slots]
             is_double = self._are_doubles(rows, slots)
             blocks = np.cumsum(np.where(is_double, self._index.num_blocks[rows], 0))
             num = min(int(np.searchsorted(blocks, num_blocks)) + 1, len(slots))
+            num = min(num, int(np.searchsorted(np.cumsum(is_double), most)) + 1)
             self._is_in[slots[:num]] = False
             self._num -= num
             taken.append(rows[:num][is_double[:num]])
             num_blocks -= int(blocks[num - 1])
+            most -= len(taken[-1])
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
     def count(self, most: int) -> int:
