@@ -2,6 +2,7 @@
 
     python -m bench.policies.replay [--quick] [--shares 0.05 0.2] [--known 50 400 0]
     python -m bench.policies.replay --quick --known 10 --hints exact noisy shuffled ttl ttl-short
+    python -m bench.policies.replay --workload documents --quick --shares 0.2 --known 10
     python -m bench.policies.replay --kv-bytes-per-token 131072   # 70B's pages: five times slower
 
 First come, first served, with so many requests waiting that the store knows; the disk is fast
@@ -32,13 +33,15 @@ import numpy as np
 import numpy.typing as npt
 
 from bench.policies.order import RequestOrder, replay_order
+from bench.policies.workloads.agents import agent_tasks, document_questions
 from bench.policies.workloads.bundled import BUNDLED
 from bench.policies.workloads.models import LLAMA_70B
+from bench.policies.workloads.session_lines import session_lines
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import MAX_PIN_S, RequestHints
 from sglang_ext.settings.config import PREFETCH_POLICIES
-from sglang_ext.simulator.trace import BLOCK_TOKENS, read_trace
+from sglang_ext.simulator.trace import BLOCK_TOKENS, Line, read_trace
 from sglang_ext.simulator.virtual_store import (
     DEFAULT_PREFETCH_POLICY,
     Ids,
@@ -61,6 +64,8 @@ _STEPS_S = 4 * _TICK_S  # of one request, beside its prefill
 HINTS = ("exact", "noisy", "shuffled", "ttl", "ttl-short", "pin-all")
 _MAX_TICKS = 10_000
 _PROGRESS_REQUESTS = 500
+_QUICK_REQUESTS = 1500
+_SEED, _SESSIONS_PER_S = 11, 0.05  # of agents and documents
 
 
 @dataclass
@@ -335,6 +340,12 @@ def rows(
             yield f"  server, look-ahead {label}, {num or 'all'} known", figures
 
 
+def workload_lines(name: str, limit: int | None) -> list[Line]:
+    """The first requests of `agents` (120 tasks) or `documents` (400 sessions of questions)."""
+    make, count = {"agents": (agent_tasks, 120), "documents": (document_questions, 400)}[name]
+    return session_lines(make(_SEED, count, _SESSIONS_PER_S), limit=limit)
+
+
 def _tell(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
@@ -343,6 +354,10 @@ def main(arguments: Sequence[str]) -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(prog="python -m bench.policies.replay")
     parser.add_argument("--trace", type=Path, default=BUNDLED)
+    parser.add_argument(
+        "--workload", choices=("agents", "documents"),
+        help="requests of our own making (workloads/agents.py) instead of a trace",
+    )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="the first 1,500 requests")
     parser.add_argument("--shares", type=float, nargs="+", default=SHARES)
     parser.add_argument("--known", type=int, nargs="+", default=KNOWN, help="0: all of them")
@@ -360,7 +375,11 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--seed", type=int, default=7, help="of noisy and of shuffled hints")
     flags = parser.parse_args(arguments)
-    lines = read_trace(flags.trace, limit=1500 if flags.quick else None)
+    limit = _QUICK_REQUESTS if flags.quick else None
+    if flags.workload is None:
+        lines = read_trace(flags.trace, limit=limit)
+    else:
+        lines = workload_lines(flags.workload, limit)
     paths = [line.hash_ids for line in lines]
     prefill_s = [line.input_tokens / LLAMA_70B.prefill_tokens_per_s for line in lines]
     page_bytes = BLOCK_TOKENS * flags.kv_bytes_per_token

@@ -161,8 +161,8 @@ class HierKVConfig:
         "write_through writes every saved page to disk in the background; selective only pages "
         "that were hit once; write_back pages that are about to leave DRAM, where they are worth "
         "more than what they displace, and a page that comes back to DRAM gives its place on disk "
-        "up first, as long as few are written again for that; auto writes through until the disk is full and back from then on, or only "
-        "through where the disk is over 16 times DRAM.",
+        "up first, as long as few are written again for that; auto writes through until the disk "
+        "is full and back from then on, or only through where the disk is over 16 times DRAM.",
         choices=("write_through", "selective", "write_back", "auto"),
     )
     prefetch_policy: str = _knob(

@@ -13,8 +13,10 @@ from bench.policies.order import ORDERS, RequestOrder, replay_order
 from bench.policies.workloads.bundled import BUNDLED
 from bench.policies.workloads.loads import num_blocks, reusable_tokens, stretched
 from bench.policies.workloads.models import CHAT_MODELS, LLAMA_13B, LLAMA_65B
+from bench.policies.workloads.session_lines import session_lines
 from bench.policies.workloads.sharegpt import MAX_TOKENS, MAX_TURNS, sharegpt_like
 from sglang_ext.simulator.trace import Line, TraceError, read_trace
+from sglang_ext.simulator.types import Conversation, Turn
 
 
 @pytest.mark.parametrize("seed", [0, 4])
@@ -173,3 +175,15 @@ def test_blank_lines_and_slices(tmp_path: Path) -> None:
     path.write_text("\n\n".join(json.dumps(row) for row in rows) + "\n\n")
     assert [line.arrival_s for line in read_trace(path)] == [0.0, 1.0, 2.0, 3.0]
     assert len(read_trace(path, limit=2)) == 2
+
+
+def test_sessions_are_lines_of_which_equal_numbers_mean_equal_prefixes() -> None:
+    turns = (Turn(600, 100, 1.0), Turn(100, 100, 1.0))
+    sessions = [Conversation(start, turns, prefix, 1024) for start, prefix in ((0.0, 3), (1.0, 3))]
+    first, other, again, _ = session_lines(sessions)
+    assert [line.input_tokens for line in (first, other, again)] == [1624, 1624, 1824]
+    assert [len(line.hash_ids) for line in (first, other, again)] == [4, 4, 4]
+    shared = [np.intersect1d(first.hash_ids, line.hash_ids) for line in (other, again)]
+    assert shared[0].tolist() == first.hash_ids[:2].tolist()  # the prefix
+    assert shared[1].tolist() == first.hash_ids[:3].tolist()  # all but the last, partial block
+    assert len(session_lines(sessions, limit=3)) == 3
