@@ -82,7 +82,7 @@ class HostArena:
         self.nbytes = num_slots * slot_bytes
         self._lock = threading.Lock()
         self._slots: npt.NDArray[np.uint8] | None
-        self._is_borrowed = is_borrowed
+        self.is_borrowed = is_borrowed
         self._memory = memory
         self._mapping, self._slots = self._map(hugepages=hugepages)
         self._address = int(self._slots.ctypes.data)
@@ -148,7 +148,7 @@ class HostArena:
         Returns:
             Bytes gone through; `nbytes` when it came to the end.
         """
-        if self._is_borrowed:
+        if self.is_borrowed:
             return 0
         # The view keeps the memory mapped should close() come in between.
         view = self._slots

@@ -20,12 +20,15 @@ CHUNK_BYTES = 16 << 30
 def place_near(arena: HostArena, gpu: Any) -> None:
     """Has the arena lie in the memory nearest to a GPU, on a machine with several NUMA nodes.
 
-    To be called before `pin_memory`, after which no page moves.
+    To be called before `pin_memory`, after which no page moves. Memory of another rank's is left
+    to that one: it has one place, whoever maps it.
 
     Args:
         arena: the memory.
         gpu: its properties, as torch has them.
     """
+    if arena.is_borrowed:
+        return
     address = numa.pci_address(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
     node = numa.node_near(address)
     if node is None:

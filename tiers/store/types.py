@@ -28,7 +28,7 @@ QUEUED = 8  # waits for the spiller
 SPILLING = 16  # the spiller is writing it; its slot is pinned
 SENT = 64  # offered to the remote store as it lies in DRAM (policy `on_eviction`)
 WRITE_DROPPED = 32  # the disk did not take it (full, failing); it may leave DRAM all the same
-GIVEN_UP = 128  # its copy on disk gave its place to another page, as DRAM had it
+GIVEN_UP = 128  # in DRAM; its copy on disk gave its place to another page
 
 
 class Epoch:

@@ -9,7 +9,7 @@ from pathlib import Path
 PCI_DEVICES, NODES = Path("/sys/bus/pci/devices"), Path("/sys/devices/system/node")
 _MBIND = {"x86_64": 237, "aarch64": 235}
 _GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
-_DEFAULT, _PREFERRED = 0, 1  # kinds of policy
+_PREFERRED = 1  # a kind of policy
 _MOVE_THOSE_THERE = 2
 _OF_ADDRESS = 2
 _MASK_BITS = 1024
@@ -42,7 +42,8 @@ def node_near(address: str, devices: Path = PCI_DEVICES, nodes: Path = NODES) ->
 def prefer_node(start: int, num_bytes: int, node: int) -> str:
     """Has a part of memory lie on a node, as far as that has room; pages there are moved.
 
-    A policy that the process was started under (`numactl --interleave`, `--membind`) stays.
+    A policy that the process was started under (`numactl --interleave`, `--membind`) stays. One
+    that is for this node alone, as SGLang starts its ranks where it can, is as good.
 
     Args:
         start: address, of a page.
@@ -57,10 +58,15 @@ def prefer_node(start: int, num_bytes: int, node: int) -> str:
         return f"this is not known for node {node} on {machine}"
     libc = ctypes.CDLL(None, use_errno=True)
     kind, mask = ctypes.c_int(), (ctypes.c_ulong * (_MASK_BITS // 64))()
-    if libc.syscall(_GET_MEMPOLICY[machine], ctypes.byref(kind), None, 0, None, 0):
+    if libc.syscall(
+        _GET_MEMPOLICY[machine], ctypes.byref(kind), mask, ctypes.c_ulong(_MASK_BITS), None, 0
+    ):
         return f"the system call get_mempolicy failed (errno {ctypes.get_errno()})"
-    if kind.value not in (_DEFAULT, _PREFERRED):
-        return "the process was started under a memory policy of its own"
+    own = _nodes_of(mask)
+    if own == [node]:
+        return ""
+    if own:
+        return f"the process was started under a memory policy of its own, for nodes {own}"
     mask[node // 64] = 1 << node % 64
     failed = libc.syscall(
         _MBIND[machine], ctypes.c_void_p(start), ctypes.c_ulong(num_bytes), _PREFERRED, mask,
@@ -82,5 +88,8 @@ def preferred_node(start: int) -> int | None:
     )  # fmt: skip
     if failed or kind.value != _PREFERRED:
         return None
-    words = [int(word) for word in mask]
-    return next(at * 64 + word.bit_length() - 1 for at, word in enumerate(words) if word)
+    return next(iter(_nodes_of(mask)), None)
+
+
+def _nodes_of(mask: ctypes.Array[ctypes.c_ulong]) -> list[int]:
+    return [at for at in range(_MASK_BITS) if int(mask[at // 64]) >> at % 64 & 1]

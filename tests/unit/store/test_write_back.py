@@ -235,6 +235,21 @@ def test_prompts_that_come_back_often_are_not_written_at_every_turn(
     assert done["auto"].hit_share >= done["write_through"].hit_share - 0.01
 
 
+@pytest.mark.parametrize("placement", [PolicyConfig(), None], ids=["on", "off"])
+def test_beside_a_disk_smaller_than_dram_each_page_counts_once_as_new(
+    placement: PolicyConfig | None,
+) -> None:
+    """What is used in DRAM after the disk lost it is written again, and counts as that."""
+    paths = [np.arange(8) + 8 * (at % 20) for at in range(400)]
+    sizes = StoreSizes(1 << 20, host_pages=128, disk_pages=48)
+    with virtual_store(sizes, placement, "auto") as server:
+        done = Replay(paths, 4, [1.0] * len(paths)).run(server)
+        server.store.check()
+    again = done.counters["written_again_pages"]
+    assert again > 0
+    assert done.counters["written_pages"] - again <= done.new
+
+
 def test_a_cleared_disk_takes_what_comes(make: Make) -> None:
     """It chose while it was full of pages that somebody waited for; it has room now."""
     rig, _ = _full(make, "write_through")

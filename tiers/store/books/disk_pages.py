@@ -228,8 +228,10 @@ class DiskPages:
         table.counters.add("disk_evicted_wanted_pages", int(wanted.sum()))
         table.counters.add("lost_wanted_pages", int(wanted[~in_dram].sum()))
         table.take_off_disk(rows)
-        # They are not written again (that could repeat for ever), so DRAM may evict them.
+        # They are not written again (that could repeat for ever), so DRAM may evict them, unless
+        # they are used.
         table.take(LOSE_COPY, rows[in_dram])
+        self._writing.note_given_up(int(in_dram.sum()))
         table.counters.add("disk_reclaimed_pages", len(rows))
         dropped = table.moved(rows)
         table.remove(rows[~in_dram], Absence.EVICTED_DISK)

@@ -75,7 +75,7 @@ SEND = Step("send", sets=SENT, needs=READY, tells=False)
 PLACE = Step("place", sets=ON_DISK, clears=GIVEN_UP, tells=False)
 TAKE_OFF = Step("take off", clears=ON_DISK, needs=ON_DISK, tells=False)
 GIVE_UP_COPY = Step("give up a copy", sets=GIVEN_UP, needs=READY, lacks=ON_DISK)
-LOSE_COPY = Step("lose a copy", sets=WRITE_DROPPED, lacks=ON_DISK)
+LOSE_COPY = Step("lose a copy", sets=WRITE_DROPPED | GIVEN_UP, lacks=ON_DISK)
 
 # on the way to disk
 QUEUE = Step("queue", sets=QUEUED, needs=READY, lacks=ON_DISK | _WRITING)

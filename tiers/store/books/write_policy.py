@@ -63,15 +63,15 @@ class WritePolicy:
     @property
     def num_to_give_up(self) -> int:
         """How many pages of DRAM and disk may give their place on disk up now."""
-        return int(self._num_again)
+        return max(0, int(self._num_again))
 
     def note_written(self, num_pages: int) -> None:
         """So many pages were written for the first time."""
         self._num_again = min(self._most_again, self._num_again + AGAIN_SHARE * num_pages)
 
     def note_given_up(self, num_pages: int) -> None:
-        """So many gave their place up, and will be written again when they leave DRAM."""
-        self._num_again -= num_pages
+        """So many lost their place while in DRAM, and may be written again when they leave it."""
+        self._num_again = max(-self._most_again, self._num_again - num_pages)
 
     def note_full(self) -> None:
         """The disk had to give up pages."""

@@ -12,16 +12,17 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store.types import FILLING, ON_DISK, READY, Rows, Slots
 
-_STEP = 64  # slots that one step looks at
+_STEP = 64  # slots that the first step looks at; each next one twice as many
 
 
 class DuplicateCopies:
-    """A stack of DRAM slots whose pages were read from disk; the last one read is on top.
+    """A stack of DRAM slots whose pages were read from disk; the last one to come is on top.
 
     The last page read is the last to leave DRAM again, so a page taken here is not written a
-    second time soon. Only pages that are exact in DRAM and on disk qualify: coding a page that a
-    lossy codec changed would give another record. A slot is on the stack at most once; whether its
-    page still qualifies is checked when the slot is reached.
+    second time soon. A slot keeps its place when another page is read into it: where few are taken
+    the order is a rough one. Only pages that are exact in DRAM and on disk qualify: coding a page
+    that a lossy codec changed would give another record. A slot is on the stack at most once;
+    whether its page still qualifies is checked when the slot is reached.
 
     Memory: 5 bytes a slot.
 
@@ -54,8 +55,9 @@ class DuplicateCopies:
             most: pages that are taken at most.
         """
         taken: list[Rows] = []
+        step = _STEP
         while num_blocks > 0 and most > 0 and self._num:
-            start = max(0, self._num - _STEP)
+            start, step = max(0, self._num - step), 2 * step
             slots = self._stack[start : self._num][::-1]
             rows = self._rows[slots]
             is_double = self._are_doubles(rows, slots)
@@ -71,9 +73,9 @@ class DuplicateCopies:
 
     def count(self, most: int) -> int:
         """How many of the pages that `take` would take first there are, up to a number."""
-        start, num = self._num, 0
+        start, num, step = self._num, 0, _STEP
         while start and num < most:
-            end, start = start, max(0, start - _STEP)
+            end, start, step = start, max(0, start - step), 2 * step
             slots = self._stack[start:end]
             num += int(self._are_doubles(self._rows[slots], slots).sum())
         return min(num, most)
