@@ -9,7 +9,8 @@ saved when the request enters the tree. Scheduler's thread only.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -109,9 +110,10 @@ class StatePages(ResumablePages):
 
         That may be where others part, too, or where its own conversation ended.
         """
-        state_of(req).resume_pages.add(num_tokens // self._tree.page_size)
+        # The last match counts, which every rank makes in the same state of its tree.
+        state_of(req).resume_pages = {num_tokens // self._tree.page_size}
 
-    def save(self, req: Any, space: KeySpace, up_to: int) -> None:
+    def save(self, req: Any, space: KeySpace, up_to: int) -> Callable[[], None] | None:
         """Saves those states that the tree keeps on a request's path which are worth it.
 
         While it runs, what it will end with is not known: of what comes then a state is saved if it
@@ -121,10 +123,14 @@ class StatePages(ResumablePages):
             req: a request that was just inserted in the tree, or inserted again.
             space: the request's.
             up_to: tokens of it that are in the tree at most.
+
+        Returns:
+            What is to be called, in any thread, when these saves are done and the placement policy
+            has been told of the request; None where nothing is.
         """
         nodes = self._tree.state_path(request_key(req, up_to, self._tree.page_size))
         if not nodes:
-            return
+            return None
         last, at = nodes[-1], {node.end for node in nodes}
         path = hashes_from_hex(self._tree.path_hashes(last.node_id))
         assert len(path) == last.end
@@ -137,15 +143,17 @@ class StatePages(ResumablePages):
         if not kept | known and up_to >= len(req.origin_input_ids):
             kept.add(last.end)
         self._offer(req, space, path, [n for n in nodes if n.end in kept - known])
-        if req.finished():
-            self._note_left_out(path, at - kept - known)
-            self._let_leave(space, path, stored - self._kept(stored, set(), needed))
+        if not req.finished():
+            return None
+        self._note_left_out(path, at - kept - known)
+        superseded = stored - self._kept(stored, set(), needed)
+        return partial(self._let_leave, space, path, superseded) if superseded else None
 
     def _kept(self, ends: set[int], known: set[int], needed: set[int]) -> set[int]:
         """Pages behind which states are worth their bytes, of those behind some."""
         order = sorted(ends)
         states = [PathState(end, end in known, end in needed) for end in order]
-        keep = worth_keeping(states, self._snapshots.num_parts)
+        keep = worth_keeping(states, self._snapshots.least_pages)
         return {end for end, keeps in zip(order, keep, strict=True) if keeps}
 
     def _offer(self, req: Any, space: KeySpace, path: Hashes, nodes: Sequence[StateNode]) -> None:
@@ -191,8 +199,11 @@ class StatePages(ResumablePages):
             self._left_out.popitem(last=False)
 
     def _let_leave(self, space: KeySpace, path: Hashes, ends: set[int]) -> None:
-        """Lets stored states leave first that would be left out now, as later ones are there."""
-        at = [end - 1 for end in sorted(ends)]
-        if at and self._store.lookahead is not None:
+        """Lets stored states leave first that would be left out now, as the path's last is stored.
+
+        Its save may have been refused, or failed: then what was there before is still the best.
+        """
+        if self._store.lookahead is not None and self._is_stored(space, path[-1:]):
+            at = [end - 1 for end in sorted(ends)]
             parts = np.stack([self._snapshots.entries(path[page]) for page in at])
             self._store.lookahead.let_leave(space, path[at], parts)

@@ -226,3 +226,20 @@ def test_a_state_where_paths_part_is_kept_however_near_the_one_before_is(make: M
             world.flush()
     world.flush()
     assert world.run([*shared[: 4 * PAGE], 120]).num_loaded == 4 * PAGE
+
+
+def test_states_stay_while_the_one_that_supersedes_them_is_not_stored(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn whose saves are refused: the state of the one before is the best that is stored."""
+    world = make(disk_bytes=0, host_pages=600)
+    tokens, left = [1 + at % 50 for at in range(2 * PAGE + 1)], []
+    for number, is_refused in enumerate((False, True, False)):
+        with monkeypatch.context() as patch:
+            if is_refused:
+                patch.setattr(world.cache.hier_linker, "offload_state", lambda *_: False)
+            turn = _turn(world, tokens, 2 * TRACK - 1)
+        left.append(world.store.stats().get("superseded_pages", 0))
+        tokens = [*turn.tokens, 60 + number, 70]
+        world.flush()
+    assert left[0] == left[1] < left[2], left
