@@ -176,8 +176,10 @@ class Server:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         with self.log_path.open("ab") as log:
             self._log_start = log.tell()
-            self._started_at = time.monotonic()
             self._process = self._launch(log)
+        # Behind it: what forks servers may have to import SGLang first, and to compile loops, which
+        # takes minutes on busy cores and is no slow start of this server.
+        self._started_at = time.monotonic()
         self._watchdog = Watchdog(self.pid)
         _live.add(self)
         return self

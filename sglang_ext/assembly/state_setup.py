@@ -42,7 +42,8 @@ def snapshots_of(ctx: Any, layout: PageLayout) -> Snapshots | None:
             )
     cache = pool.mamba_cache
     tensors = tuple(t for t in (*cache.conv, cache.temporal) if t.numel())
-    return Snapshots(StatePool(tensors, tuple(requests.mamba_map)), layout)
+    states = StatePool(tensors, tuple(requests.mamba_map))
+    return Snapshots(states, layout, ctx.params.pp_size)
 
 
 def check_room(snapshots: Snapshots, num_slots: int) -> None:

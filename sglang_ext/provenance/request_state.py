@@ -39,7 +39,7 @@ class RequestState:
         reused: worst quality of the pages that were not computed, for the report.
         received: quality of the KV that a prefill server sent for it; None where none did.
         resume_pages: numbers of leading pages behind which a model with window layers went on with
-            its prompt, or would have.
+            its prompt, or would have; of one with states, where it parted from what was stored.
         offered_states: hashes of pages behind which its states were offered to be saved, where
             several ranks have to offer the same.
         wanted: what it could reuse at most, until it runs; see `miss_counts.py`.
@@ -57,7 +57,7 @@ class RequestState:
         self.reused = int(Quality.EXACT)
         self.received: int | None = None
         self.resume_pages: set[int] = set()
-        self.offered_states: set[str] = set()
+        self.offered_states: set[bytes] = set()
         self.wanted: Any = None
         self.missed: dict[str, int] = {}
         self.is_wait_told = False

@@ -321,12 +321,15 @@ class HierKVRadixCache(UnifiedRadixCache):
             space = None  # the tree has others' images in the place of its own
         if space is not None and self.linker.windows is not None:
             self.linker.windows.save(req, space, up_to)
+        behind_saves = None
         if space is not None and self.linker.states is not None:
-            self.linker.states.save(req, space, up_to)
+            behind_saves = self.linker.states.save(req, space, up_to)
         if space is not None and req.finished():
             self._note_use(req, space, up_to)
             if self.quotes is not None and images_of(req) is None:
                 self.quotes.note(req, space, up_to)
+        if behind_saves is not None:  # behind the use, which says where paths part
+            self.hier_linker.after_saves(behind_saves)
 
     def _note_use(self, req: Any, space: KeySpace, up_to: int) -> None:
         """Tells the look-ahead of a request that ends, behind its last save.

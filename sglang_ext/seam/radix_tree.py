@@ -42,13 +42,15 @@ class StateNode(NamedTuple):
 
     Attributes:
         node_id: SGLang's number of it.
-        hashes: of its pages.
+        end: pages from the root to its end.
         slot: `[1]`, the state's, in the pool of states.
+        parts: whether several paths go on behind it.
     """
 
     node_id: Any
-    hashes: Sequence[str]
+    end: int
     slot: torch.Tensor
+    parts: bool
 
 
 class RadixTree:
@@ -118,7 +120,8 @@ class RadixTree:
         while node is not None and node.parent is not None:
             slot = node.component_data[ComponentType.MAMBA].value
             if slot is not None and node.hash_value and depth <= num_pages * self.page_size:
-                path.append(StateNode(node.id, node.hash_value, slot))
+                end = depth // self.page_size
+                path.append(StateNode(node.id, end, slot, len(node.children) > 1))
             depth -= len(node.key)
             node = node.parent
         return path[::-1]

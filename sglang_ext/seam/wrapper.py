@@ -201,7 +201,9 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             return result
         grid = self.cache.components[ComponentType.MAMBA].mamba_checkpoint_grid
         branch = self.states.branch_at(result.device_prefix_len, num_stored, grid)
-        if branch <= max(result.device_prefix_len, result.mamba_branching_seqlen or 0):
+        on_device = max(result.device_prefix_len, result.mamba_branching_seqlen or 0)
+        self.states.note_branch(req, max(branch, on_device))
+        if branch <= on_device:
             return result
         return result._replace(mamba_branching_seqlen=branch)
 

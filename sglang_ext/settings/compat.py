@@ -118,6 +118,7 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     """
     _check_disaggregation(resolved.values.get, config, resolved.model_kind, resolved.release)
     _check_gateway(resolved.values.get, config, resolved.release)
+    check_kind(resolved.model_kind)  # first: what SGLang chose for such a model is no flag's fault
     _check_values(resolved.values.get, resolved.given.get, config)
     unknown = unknown_arguments(resolved.defaults.items(), resolved.given.get)
     if unknown and not _untested_is_allowed():
@@ -127,7 +128,6 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
             f"--{flag(name)} {resolved.given[name]}, which this plugin does not know",
             "leave it out or set SGLANG_HIER_KV_ALLOW_UNTESTED=1",
         )
-    check_kind(resolved.model_kind)
     if resolved.model_kind in _WINDOW_KINDS:
         _check_windows(resolved, config)
     if resolved.model_kind in STATE_KINDS:

@@ -69,7 +69,6 @@ def outside_disaggregation(
         ),
         *adapters_and_sessions(read),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
-        ("--hier-kv-codec none (with states)", config.codec if kind in STATE_KINDS else ""),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         (

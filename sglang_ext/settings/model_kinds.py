@@ -279,7 +279,7 @@ SERVED_MODES = (
         "same remote store; by one rank or several tensor parallel ones, for models with K and V "
         "of every head, alike in window layers (without chunks), or with MLA, with an index or "
         "without, or with a state beside either, with drafts of EAGLE, EAGLE3 or NEXTN, without "
-        "lossy codec (with drafts or states without any), truncation, adapters or sessions; not "
+        "lossy codec (with drafts without any), truncation, adapters or sessions; not "
         "run on a GPU",
         "tests/e2e/remote/test_disaggregation.py; tests/e2e/remote/test_disaggregation_ranks.py; "
         "tests/e2e/remote/test_disaggregation_drafts.py; "

@@ -225,6 +225,13 @@ class PlacementPolicy:
                 times.left_behind(self._names[left], now_s)
         return left
 
+    def are_shared(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which pages paths parted behind; of rows that are no page's (-1) none."""
+        shared: npt.NDArray[np.bool_] = (
+            (rows >= 0) & (self.pages.shared[rows] != 0) & (self.pages.known[rows] != 0)
+        )
+        return shared
+
     def hint(
         self, path: Rows, now_s: float, *, owner: int, returns_in_s: float | None = None
     ) -> Rows:

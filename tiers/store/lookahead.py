@@ -312,6 +312,25 @@ class LookAhead:
         table.counters.add("demoted_pages", num)
         return num
 
+    def let_leave(self, space: KeySpace, behind: Hashes, parts: Hashes) -> None:
+        """States that later ones made hardly worth their bytes are the first to leave both tiers.
+
+        Until they are used. Those behind pages that other paths share stay as they are.
+
+        Args:
+            space: namespace and adapter.
+            behind: u8 `[N, 32]`, the pages that they are behind.
+            parts: u8 `[N, parts, 32]`, theirs.
+        """
+        table, num = self._table, 0
+        with table.lock:
+            shared = self._policy.are_shared(table.index.lookup(behind, space.number))
+            rows = table.index.lookup(parts[~shared].reshape(-1, 32), space.number)
+            for order in (table.order, table.disk_order):
+                if order is not None:
+                    num += order.demote(rows[rows >= 0])
+        table.counters.add("superseded_pages", num)
+
     @property
     def num_pinned(self) -> int:
         """Pages that are pinned now."""

@@ -48,13 +48,16 @@ class Snapshots:
     Args:
         pool: the states on the device.
         layout: of the pages in whose slots the parts lie.
+        num_stages: pipeline stages of the model.
 
     Attributes:
         span: bytes of a slot that a part takes.
         num_parts: parts of a snapshot.
+        least_pages: pages that a state has to spare to be worth its bytes, the same on all ranks.
+            Stages have other layers and other sizes each, so of several all states are.
     """
 
-    def __init__(self, pool: StatePool, layout: PageLayout) -> None:
+    def __init__(self, pool: StatePool, layout: PageLayout, num_stages: int = 1) -> None:
         self.pool = pool
         self.layout = layout
         self.span = slice(HEADER_BYTES, layout.tail_offset)
@@ -66,6 +69,7 @@ class Snapshots:
             end += -(-_slot_bytes(tensor) // _ALIGN_BYTES) * _ALIGN_BYTES
         assert self.part_bytes % _ALIGN_BYTES == 0
         self.num_parts = -(-end // self.part_bytes)
+        self.least_pages = self.num_parts if num_stages == 1 else 1
 
     @property
     def num_bytes(self) -> int:

@@ -2,12 +2,15 @@
 
 SGLang's tree keeps a state at the end of some nodes: where a prompt or a chunk of one ended, where
 two prompts part, where an answer was when it was last looked at. It goes on behind a prefix only
-where it has the state. Every state that the tree keeps on the path of a request is saved when the
-request enters the tree. Scheduler's thread only.
+where it has the state. Those on a request's path that are worth their bytes (`state_choice.py`) are
+saved when the request enters the tree. Scheduler's thread only.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -17,13 +20,15 @@ from sglang_ext.device.states.snapshots import Snapshots, furthest_resume, part_
 from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
 from sglang_ext.provenance.request_state import state_of
 from sglang_ext.seam.hybrids.resumable_pages import ResumablePages
+from sglang_ext.seam.hybrids.state_choice import PathState, worth_keeping
 from sglang_ext.seam.page_hash import request_key
-from sglang_ext.seam.radix_tree import RadixTree
+from sglang_ext.seam.radix_tree import RadixTree, StateNode
 from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.tiers.store.types import Rows
 
 # So many places are looked at where a part of a state is. Behind evictions not all may be there.
 _MOST_PLACES = 8
+_MOST_LEFT_OUT = 4096  # pages behind which a state was left out that are remembered
 
 
 class StateSaver(Protocol):
@@ -54,6 +59,7 @@ class StatePages(ResumablePages):
         super().__init__(store, tree, offers_stored=offers_stored)
         self._snapshots = snapshots
         self._saver = saver
+        self._left_out: OrderedDict[bytes, None] = OrderedDict()  # hashes, the last one last
 
     # ---- hits ----
 
@@ -99,30 +105,105 @@ class StatePages(ResumablePages):
 
     # ---- saves ----
 
-    def save(self, req: Any, space: KeySpace, up_to: int) -> None:
-        """Saves the states that the tree keeps on a request's path.
+    def note_branch(self, req: Any, num_tokens: int) -> None:
+        """A request was matched: SGLang keeps a state where it parts from what was stored before.
+
+        That may be where others part, too, or where its own conversation ended.
+        """
+        # The last match counts, which every rank makes in the same state of its tree.
+        state_of(req).resume_pages = {num_tokens // self._tree.page_size}
+
+    def save(self, req: Any, space: KeySpace, up_to: int) -> Callable[[], None] | None:
+        """Saves those states that the tree keeps on a request's path which are worth it.
+
+        While it runs, what it will end with is not known: of what comes then a state is saved if it
+        spares enough, or if without it nothing could be reused of the prompt.
 
         Args:
             req: a request that was just inserted in the tree, or inserted again.
             space: the request's.
             up_to: tokens of it that are in the tree at most.
+
+        Returns:
+            What is to be called, in any thread, when these saves are done and the placement policy
+            has been told of the request; None where nothing is.
         """
-        size, offered = self._tree.page_size, state_of(req).offered_states
-        for node in self._tree.state_path(request_key(req, up_to, size)):
-            last = node.hashes[-1]
-            page = hashes_from_hex([last])
+        nodes = self._tree.state_path(request_key(req, up_to, self._tree.page_size))
+        if not nodes:
+            return None
+        last, at = nodes[-1], {node.end for node in nodes}
+        path = hashes_from_hex(self._tree.path_hashes(last.node_id))
+        assert len(path) == last.end
+        stored = self._stored_ends(space, path)
+        known = set() if self._offers_stored else stored
+        needed = {node.end for node in nodes if node.parts} | self._asked_again(req, path)
+        if req.finished():
+            needed.add(last.end)
+        kept = self._kept(known | at, known, needed)
+        if not kept | known and up_to >= len(req.origin_input_ids):
+            kept.add(last.end)
+        self._offer(req, space, path, [n for n in nodes if n.end in kept - known])
+        if not req.finished():
+            return None
+        self._note_left_out(path, at - kept - known)
+        superseded = stored - self._kept(stored, set(), needed)
+        return partial(self._let_leave, space, path, superseded) if superseded else None
+
+    def _kept(self, ends: set[int], known: set[int], needed: set[int]) -> set[int]:
+        """Pages behind which states are worth their bytes, of those behind some."""
+        order = sorted(ends)
+        states = [PathState(end, end in known, end in needed) for end in order]
+        keep = worth_keeping(states, self._snapshots.least_pages)
+        return {end for end, keeps in zip(order, keep, strict=True) if keeps}
+
+    def _offer(self, req: Any, space: KeySpace, path: Hashes, nodes: Sequence[StateNode]) -> None:
+        """Queues states for saving, until one is refused."""
+        offered = state_of(req).offered_states
+        for node in nodes:
+            page = path[node.end - 1 : node.end]
             if self._offers_stored:
-                if last in offered:
+                if page.tobytes() in offered:
                     continue
-                offered.add(last)
-            elif self._is_stored(space, page):
-                continue
-            position, before = self._tree.path_before(node.node_id, len(node.hashes) * size)
-            path = np.concatenate([before, hashes_from_hex(list(node.hashes))])
-            place = Place(space, position + (len(node.hashes) - 1) * size, path)
+                offered.add(page.tobytes())
+            place = Place(space, (node.end - 1) * self._tree.page_size, path[: node.end])
             if not self._saver.save_state(node.node_id, place, page, node.slot):
                 return
+
+    def _stored_ends(self, space: KeySpace, path: Hashes) -> set[int]:
+        """Pages of a path behind which a whole state is stored."""
+        first = self._store.page_states(space, part_hashes(path, 0))[0]
+        ends = (np.flatnonzero(first) + 1).tolist()
+        return {end for end in ends if self._is_stored(space, path[end - 1 : end])}
 
     def _is_stored(self, space: KeySpace, page: Hashes) -> bool:
         states = self._store.page_states(space, self._snapshots.entries(page))[0]
         return bool((states != 0).all())
+
+    def _asked_again(self, req: Any, path: Hashes) -> set[int]:
+        """Where the request parted from what was stored, if a state was left out there before.
+
+        A conversation does so once at the end of each answer; paths that part do it again.
+        """
+        asked = {end for end in state_of(req).resume_pages if 0 < end <= len(path)}
+        return {end for end in asked if path[end - 1].tobytes() in self._left_out}
+
+    def _note_left_out(self, path: Hashes, ends: set[int]) -> None:
+        """Counts states that were left out, and remembers some of the last."""
+        for end in ends:
+            page = path[end - 1].tobytes()
+            if page not in self._left_out:
+                self._store.counters.add("unsaved_states")
+            self._left_out[page] = None
+            self._left_out.move_to_end(page)
+        while len(self._left_out) > _MOST_LEFT_OUT:
+            self._left_out.popitem(last=False)
+
+    def _let_leave(self, space: KeySpace, path: Hashes, ends: set[int]) -> None:
+        """Lets stored states leave first that would be left out now, as the path's last is stored.
+
+        Its save may have been refused, or failed: then what was there before is still the best.
+        """
+        if self._store.lookahead is not None and self._is_stored(space, path[-1:]):
+            at = [end - 1 for end in sorted(ends)]
+            parts = np.stack([self._snapshots.entries(path[page]) for page in at])
+            self._store.lookahead.let_leave(space, path[at], parts)

@@ -2,8 +2,8 @@
 
 What the pair answers is what one server answers that has all on its device and codes nothing.
 
-By default pages of two ranks with latent rows; the long form has K and V of every head, windows and
-rows of an index, too.
+By default latent rows with an index, and states beside K and V of every head; the long form has
+the other kinds, and two ranks.
 """
 
 from __future__ import annotations
@@ -35,16 +35,21 @@ from tests.e2e.remote.prefill_decode import (
     plain_turns,
     running_pair,
 )
+from tests.e2e.remote.test_disaggregation_states import set_up as state_set_up
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CODEC = ["--hier-kv-codec", "host=lossless,disk=lossless,remote=lossless"]
+STATES = ("qwen3_next", "kimi_linear")
 CASES = [("mha", 1), ("mla", 2), ("windows", 1), ("indexed", 1), ("indexed", 2)]
+CASES += [(name, num_ranks) for name in STATES for num_ranks in (1, 2)]
 
 
 def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
     """A model of a kind, on one rank or two."""
     made = SetUp([], TINYLM, {})
+    if kind in STATES:
+        return state_set_up(folder, kind, num_ranks)
     if kind == "mla":
         made = made._replace(model=write_latent_model(folder))
     elif kind == "windows":
@@ -55,24 +60,24 @@ def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
     return made.on_ranks(num_ranks)
 
 
-@pytest.mark.sampled("indexed-1")
+@pytest.mark.sampled("indexed-1", "qwen3_next-1")
 @pytest.mark.parametrize(("kind", "num_ranks"), CASES)
 def test_what_is_coded_without_loss_comes_back_as_it_was(
     kind: str, num_ranks: int, tmp_path: Path
 ) -> None:
-    made = set_up(kind, num_ranks, tmp_path / "model")
+    made, is_hybrid = set_up(kind, num_ranks, tmp_path / "model"), kind in ("windows", *STATES)
     parts = list(real_prompts([FIRST_TOKENS, *[TURN_TOKENS] * (NUM_TURNS - 1)], seed=3))
     with one_server(made, tmp_path / "one") as server:
         turns = plain_turns(server, parts)
     folder = tmp_path / "pair"
     how: dict[str, Any] = {"model": made.model, "env": made.env, "disk_gb": DISK_GB}
     with running_pair(folder, [*made.args, *CODEC], **how) as pair:
-        converse(pair, turns[:-1], are_planned_again=kind == "windows")
+        converse(pair, turns[:-1], are_planned_again=is_hybrid)
     for name in ("prefill", "decode"):
         codecs = {parse_header(record)[0].codec for _, _, record in records(folder / name)}
         assert codecs == {"lossless"}
     with running_pair(folder, [*made.args, *CODEC], **how) as pair:  # after a kill -9 of both
-        if kind == "windows":
+        if is_hybrid:
             check_last_turn_anywhere(pair, turns[-1])
         else:
             check_last_turn(pair, turns[-1])

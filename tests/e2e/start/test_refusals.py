@@ -248,6 +248,13 @@ ASSERTED_OF_STATES = {
     "a backend": (["--linear-attn-backend", "helion"], "no_buffer only supports page_size=1"),
 }
 
+# The text's part of a configuration with images.
+INNER: dict[str, Any] = {
+    "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 4096,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+
 # Models that are refused by their configuration, before weights load.
 REFUSED_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
     "convolution": (
@@ -266,9 +273,39 @@ REFUSED_MODELS: dict[str, tuple[dict[str, Any], list[str]]] = {
         },
         ["an index of one row a token beside latent rows", "sparse attention over another one"],
     ),
+    "DeepSeek V4": (
+        {
+            "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4",
+            "head_dim": 512, "qk_rope_head_dim": 64, "num_key_value_heads": 1, "q_lora_rank": 64,
+            "o_lora_rank": 64, "o_groups": 2, "index_head_dim": 128, "index_n_heads": 4,
+            "index_topk": 64, "compress_ratios": [0, 4, 128, 4], "sliding_window": 128,
+            "num_hidden_layers": 4, "hc_mult": 4,
+        },
+        ["an index of one row a token beside latent rows", "sparse attention over another one"],
+    ),
+    "MiniMax M3": (
+        {
+            "architectures": ["MiniMaxM3SparseForConditionalGeneration"],
+            "model_type": "minimax_m3_vl", "vision_config": {},
+            "text_config": {**INNER, "architectures": ["MiniMaxM3SparseForCausalLM"],
+                            "model_type": "minimax_m3"},
+        },
+        ["an index of one row a token beside latent rows", "sparse attention over another one"],
+    ),
+    "Step 3.7": (
+        {
+            "architectures": ["Step3p7ForConditionalGeneration"], "model_type": "step3p7",
+            "vision_config": {},
+            "text_config": {**INNER, "architectures": ["Step3p5ForCausalLM"],
+                            "model_type": "step3p5", "num_attention_groups": 2,
+                            "layer_types": ["full_attention", "sliding_attention"] * 2,
+                            "sliding_window": 128},
+        },
+        ["window layers with K and V of every head beside full layers", "a model with others"],
+    ),
     "cross attention": (
         {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"},
-        ["SGLang's radix cache", "which SGLang chose for this model"],
+        ["a decoder only", "a model with cross attention to an encoder"],
     ),
 }  # fmt: skip
 

@@ -20,7 +20,7 @@ from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from sglang_ext.tiers.remote.breaker import BreakerConfig
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.hostile_engine import HostileEngine
-from tests.property.worlds.state_world import StateWorld
+from tests.property.worlds.state_world import TRACK, StateWorld
 from tests.property.worlds.window_world import PAGE, Request
 from tests.tiers.protection_cases import protected_store
 
@@ -187,3 +187,59 @@ def test_a_part_with_another_position_is_a_miss(make: Make) -> None:
     world.store.release(ticket.slots)
     assert world.run([*tokens, 79]).num_loaded < 3 * PAGE
     assert world.store.stats()["load_vanished"] == 1
+
+
+def _turn(world: StateWorld, tokens: list[int], num_new: int) -> Request:
+    """A turn of a chat, from its arrival to its end; saves land."""
+    turn = Request(f"turn{len(tokens)}", list(tokens), num_new)
+    world.enqueue(turn)
+    world.drain()
+    world.note_pages(turn)
+    world.settle()
+    return turn
+
+
+def test_a_growing_chat_goes_on_where_the_device_would_with_fewer_states(make: Make) -> None:
+    """A turn keeps the state behind its answer, and not that behind its prompt, which is near."""
+    world = make(disk_bytes=0, host_pages=600)
+    tokens, last = [1 + at % 50 for at in range(2 * PAGE + 1)], 0
+    for number in range(3):
+        turn = _turn(world, tokens, 2 * TRACK - 1)
+        assert turn.num_loaded == last
+        # Where its decode came to a state last: nothing behind that can be gone on from.
+        last = len(turn.tokens) // TRACK * TRACK
+        tokens = [*turn.tokens, *range(60 + number, 60 + number + 6)]
+        world.flush()
+    counted = world.store.stats()
+    assert counted["saved_states"] == 1 + 3, counted  # of the first prompt, too
+    assert counted["unsaved_states"] >= 2, counted
+    assert counted["superseded_pages"] >= world.snapshots.num_parts, counted
+    assert world.run(tokens).num_loaded == last
+
+
+def test_a_state_where_paths_part_is_kept_however_near_the_one_before_is(make: Make) -> None:
+    world = make(disk_bytes=0, host_pages=600)
+    shared = [1 + at % 50 for at in range(5 * PAGE)]
+    for number, device_has_the_other in enumerate((True, False, False)):
+        world.run([*shared[: 4 * PAGE], 100 + number, *shared[:PAGE]])
+        if not device_has_the_other:
+            world.flush()
+    world.flush()
+    assert world.run([*shared[: 4 * PAGE], 120]).num_loaded == 4 * PAGE
+
+
+def test_states_stay_while_the_one_that_supersedes_them_is_not_stored(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A turn whose saves are refused: the state of the one before is the best that is stored."""
+    world = make(disk_bytes=0, host_pages=600)
+    tokens, left = [1 + at % 50 for at in range(2 * PAGE + 1)], []
+    for number, is_refused in enumerate((False, True, False)):
+        with monkeypatch.context() as patch:
+            if is_refused:
+                patch.setattr(world.cache.hier_linker, "offload_state", lambda *_: False)
+            turn = _turn(world, tokens, 2 * TRACK - 1)
+        left.append(world.store.stats().get("superseded_pages", 0))
+        tokens = [*turn.tokens, 60 + number, 70]
+        world.flush()
+    assert left[0] == left[1] < left[2], left

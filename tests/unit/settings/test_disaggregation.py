@@ -146,8 +146,10 @@ def test_these_kinds_of_models_are_served_by_several_ranks(
 def test_models_with_states_are_served_without_drafts(mode: str, kind: str) -> None:
     kept: dict[str, Any] = {"mamba_radix_cache_strategy": "extra_buffer"}
     check(mode, kind, {"remote_url": "file:///mnt/kv"}, tp_size=2, **kept)
-    with pytest.raises(HierKVConfigError, match="--hier-kv-codec none"):
-        check(mode, kind, {"codec": "lossless", "disk_dir": "/d"}, **kept)
+    coded = {"codec": "host=lossless,disk=lossless,remote=lossless", "disk_dir": "/d"}
+    check(mode, kind, {"remote_url": "file:///mnt/kv", **coded}, **kept)
+    with pytest.raises(HierKVConfigError, match="loses nothing"):
+        check(mode, kind, {"codec": "hier", "disk_dir": "/d"}, **kept)
     with pytest.raises(HierKVConfigError, match="no --speculative-algorithm with layers that have"):
         check(mode, kind, speculative_algorithm="EAGLE", **kept, **DRAFTS)
 

@@ -79,6 +79,10 @@ class DiskOrder:
         """The same of up to `count` pages, of whatever length."""
         return self._lists.evict(count, now_s)
 
+    def demote(self, rows: Rows) -> int:
+        """These pages may leave the disk first; see `TierLists.demote`."""
+        return self._lists.demote(rows)
+
     @property
     def num_by_tenant(self) -> list[int]:
         """Pages of tenants with shares; see `TierLists`."""
