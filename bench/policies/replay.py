@@ -353,8 +353,9 @@ def _tell(line: str) -> None:
 def main(arguments: Sequence[str]) -> None:
     """Prints the figures."""
     parser = argparse.ArgumentParser(prog="python -m bench.policies.replay")
-    parser.add_argument("--trace", type=Path, default=BUNDLED)
-    parser.add_argument(
+    requests = parser.add_mutually_exclusive_group()
+    requests.add_argument("--trace", type=Path, default=BUNDLED)
+    requests.add_argument(
         "--workload", choices=("agents", "documents"),
         help="requests of our own making (workloads/agents.py) instead of a trace",
     )  # fmt: skip

@@ -8,7 +8,6 @@ value, and a page that went bad once would be told of to nobody.
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,11 +20,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from sglang_ext.seam.metrics import names
 from sglang_ext.tiers.records.record import VerifyResult
 from tests.unit.test_counters import documented
-from tests.unit.test_deploy import RULES, alternatives
+from tests.unit.test_deploy import RULES, alternatives, needs_promtool, run_promtool
 
-needs_promtool = pytest.mark.skipif(
-    shutil.which("promtool") is None, reason="no promtool is installed"
-)
 INSTANCE = 'instance="a:30000"'
 
 
@@ -145,10 +141,7 @@ def fired(alert: str, series: dict[tuple[str, str], str], minutes: int) -> dict[
 def play(folder: Path, cases: list[dict[str, Any]]) -> None:
     path = folder / "alerts.test.yml"
     path.write_text(yaml.safe_dump({"rule_files": [str(RULES)], "tests": cases}))
-    done = subprocess.run(
-        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_promtool("test", path)
 
 
 @needs_promtool

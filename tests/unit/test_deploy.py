@@ -43,6 +43,9 @@ OTHERS_FLAGS = {
     *("--from-file", "--gpus", "--mount", "--no-cache-dir", "--shm-size", "--stop-timeout"),
     *("--ulimit",),
 }
+needs_promtool = pytest.mark.skipif(
+    shutil.which("promtool") is None, reason="no promtool is installed"
+)
 LABELS = {"model_name", "instance", "event", "of", "le"}
 # Of `/server_info`, and of what the cost model remembers; the rest is in the tables.
 DURATIONS = {"save", "load", "read", "decode", "fetch", "held"}
@@ -83,6 +86,14 @@ def known_values(metric: metric_names.Metric) -> set[str]:
     names |= {f"disk_dropped_{reason}" for reason in ("full", "io", "malformed", "closed")}
     found = (metric_names.gauge_of(name) or metric_names.count_of(name) for name in names)
     return {series.value for series in found if series.metric is metric}
+
+
+def run_promtool(action: str, path: Path) -> None:
+    """`promtool check rules` or `promtool test rules`, which is content with a file."""
+    done = subprocess.run(
+        ["promtool", action, "rules", str(path)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_there_is_something_to_look_at() -> None:
@@ -167,7 +178,7 @@ def test_panels_have_titles_and_places_of_their_own() -> None:
     assert len(set(titles)) == len(titles)
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool is installed")
+@needs_promtool
 def test_promtool_takes_all_of_it(tmp_path: Path) -> None:
     rules = [
         {"record": f"test:panel:{number}", "expr": re.sub(r"\$__rate_interval", "1m", expression)}
@@ -176,10 +187,7 @@ def test_promtool_takes_all_of_it(tmp_path: Path) -> None:
     panels = tmp_path / "panels.yml"
     panels.write_text(yaml.safe_dump({"groups": [{"name": "panels", "rules": rules}]}))
     for path in (RULES, panels):
-        done = subprocess.run(
-            ["promtool", "check", "rules", str(path)], capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
+        run_promtool("check", path)
 
 
 TENANT_PANELS = {
@@ -189,7 +197,7 @@ TENANT_PANELS = {
 }
 
 
-@pytest.mark.skipif(shutil.which("promtool") is None, reason="no promtool is installed")
+@needs_promtool
 def test_what_is_shown_of_tenants_is_each_ones(tmp_path: Path) -> None:
     """Played by promtool: counts of two tenants beside those of all, which are in neither."""
     tokens = {
@@ -224,10 +232,7 @@ def test_what_is_shown_of_tenants_is_each_ones(tmp_path: Path) -> None:
     path = tmp_path / "panels.test.yml"
     case = {"interval": "1m", "input_series": series, "promql_expr_test": checks}
     path.write_text(yaml.safe_dump({"tests": [case]}))
-    done = subprocess.run(
-        ["promtool", "test", "rules", str(path)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    run_promtool("test", path)
 
 
 # The container.

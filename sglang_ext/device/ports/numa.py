@@ -56,17 +56,15 @@ def prefer_node(start: int, num_bytes: int, node: int) -> str:
     machine = platform.machine()
     if machine not in _MBIND or not 0 <= node < _MASK_BITS - 1:
         return f"this is not known for node {node} on {machine}"
-    libc = ctypes.CDLL(None, use_errno=True)
-    kind, mask = ctypes.c_int(), (ctypes.c_ulong * (_MASK_BITS // 64))()
-    if libc.syscall(
-        _GET_MEMPOLICY[machine], ctypes.byref(kind), mask, ctypes.c_ulong(_MASK_BITS), None, 0
-    ):
-        return f"the system call get_mempolicy failed (errno {ctypes.get_errno()})"
-    own = _nodes_of(mask)
+    try:
+        own = preferred_nodes()
+    except OSError as error:
+        return f"the system call get_mempolicy failed (errno {error.errno})"
     if own == [node]:
         return ""
     if own:
         return f"the process was started under a memory policy of its own, for nodes {own}"
+    libc, mask = ctypes.CDLL(None, use_errno=True), (ctypes.c_ulong * (_MASK_BITS // 64))()
     mask[node // 64] = 1 << node % 64
     failed = libc.syscall(
         _MBIND[machine], ctypes.c_void_p(start), ctypes.c_ulong(num_bytes), _PREFERRED, mask,
@@ -75,21 +73,19 @@ def prefer_node(start: int, num_bytes: int, node: int) -> str:
     return f"the system call mbind failed (errno {ctypes.get_errno()})" if failed else ""
 
 
-def preferred_node(start: int) -> int | None:
-    """Which node the memory at an address is to lie on; None where nothing says so."""
-    machine = platform.machine()
-    if machine not in _GET_MEMPOLICY:
-        return None
-    libc = ctypes.CDLL(None, use_errno=True)
-    kind, mask = ctypes.c_int(), (ctypes.c_ulong * (_MASK_BITS // 64))()
-    failed = libc.syscall(
-        _GET_MEMPOLICY[machine], ctypes.byref(kind), mask, ctypes.c_ulong(_MASK_BITS),
-        ctypes.c_void_p(start), _OF_ADDRESS,
-    )  # fmt: skip
-    if failed or kind.value != _PREFERRED:
-        return None
-    return next(iter(_nodes_of(mask)), None)
+def preferred_nodes(start: int | None = None) -> list[int]:
+    """The nodes that a memory policy names.
 
+    Args:
+        start: address of the memory that it is of; None: the calling thread's own.
 
-def _nodes_of(mask: ctypes.Array[ctypes.c_ulong]) -> list[int]:
+    Raises:
+        OSError: the system call failed.
+    """
+    libc, mask = ctypes.CDLL(None, use_errno=True), (ctypes.c_ulong * (_MASK_BITS // 64))()
+    if libc.syscall(
+        _GET_MEMPOLICY[platform.machine()], None, mask, ctypes.c_ulong(_MASK_BITS),
+        ctypes.c_void_p(start), 0 if start is None else _OF_ADDRESS,
+    ):  # fmt: skip
+        raise OSError(ctypes.get_errno(), "get_mempolicy")
     return [at for at in range(_MASK_BITS) if int(mask[at // 64]) >> at % 64 & 1]

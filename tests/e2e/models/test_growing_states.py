@@ -54,5 +54,3 @@ def test_a_chat_stores_a_state_a_turn_and_reuses_what_the_device_would(tmp_path:
     # Behind the first prompt, and behind each answer; not behind the other prompts.
     assert counted["saved_states"] == 1 + NUM_TURNS, counted
     assert counted["unsaved_states"] == NUM_TURNS - 1, counted
-    pages = counted["saved_pages"] - case.num_parts * counted["saved_states"]
-    print(f"{counted['saved_pages']} slots, {pages} of pages; {counted}")

@@ -240,14 +240,20 @@ def test_what_the_rank_that_had_nothing_finds_is_brought_by_all(make: MakeRanks)
     assert {rank.agreed.end_page for rank in ranks if rank.agreed} == {NUM_PAGES}
 
 
-def test_of_dram_all_ranks_load_what_is_worth_it_to_each(make: MakeRanks) -> None:
-    """What the slower link is worth counts for both; only that rank counts what it leaves."""
+def beside_a_slow_link(make: MakeRanks) -> tuple[Rank, Rank]:
+    """Two ranks with all pages in DRAM, the second behind a slow link, that agreed on a request."""
     quick, slow = make(NUM_PAGES, NUM_PAGES)
     for rank, page_s in ((quick, 1e-6), (slow, 1.0)):
         rank.rig.teach_prefill(1e-3)
         rank.rig.teach_loads(page_s)
         rank.enter()
     until_admitted([quick, slow])
+    return quick, slow
+
+
+def test_of_dram_all_ranks_load_what_is_worth_it_to_each(make: MakeRanks) -> None:
+    """What the slower link is worth counts for both; only that rank counts what it leaves."""
+    quick, slow = beside_a_slow_link(make)
     assert quick.agreed is not None
     assert quick.agreed == slow.agreed
     num = quick.agreed.end_page
@@ -265,12 +271,7 @@ def test_of_dram_all_ranks_load_what_is_worth_it_to_each(make: MakeRanks) -> Non
 @pytest.mark.parametrize("num_on_device", [0, 8, NUM_PAGES])
 def test_what_the_device_has_by_then_no_rank_leaves(make: MakeRanks, num_on_device: int) -> None:
     """Others computed some of the prompt's pages between what was agreed on and its last match."""
-    quick, slow = make(NUM_PAGES, NUM_PAGES)
-    for rank, page_s in ((quick, 1e-6), (slow, 1.0)):
-        rank.rig.teach_prefill(1e-3)
-        rank.rig.teach_loads(page_s)
-        rank.enter()
-    until_admitted([quick, slow])
+    quick, slow = beside_a_slow_link(make)
     assert quick.agreed is not None
     num = quick.agreed.end_page
     assert num < 8

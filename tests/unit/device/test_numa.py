@@ -56,8 +56,8 @@ def test_memory_is_given_the_preference_and_keeps_its_bytes() -> None:
         arena.slots[1] = 7
         if problem := numa.prefer_node(arena.address, arena.nbytes, 0):
             pytest.skip(f"this machine does not permit it: {problem}")
-        assert numa.preferred_node(arena.address) == 0
-        assert numa.preferred_node(arena.address + arena.nbytes - 4096) == 0
+        assert numa.preferred_nodes(arena.address) == [0]
+        assert numa.preferred_nodes(arena.address + arena.nbytes - 4096) == [0]
         assert (arena.slots == np.array([0, 7, 0, 0], np.uint8)[:, None]).all()
     finally:
         arena.close()
@@ -68,7 +68,7 @@ def test_a_node_that_is_not_there_is_told_and_changes_nothing(node: int) -> None
     arena = HostArena(4, 8192)
     try:
         assert numa.prefer_node(arena.address, arena.nbytes, node)
-        assert numa.preferred_node(arena.address) is None
+        assert numa.preferred_nodes(arena.address) == []
     finally:
         arena.close()
 
