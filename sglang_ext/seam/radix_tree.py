@@ -111,7 +111,8 @@ class RadixTree:
     def state_path(self, key: Any) -> list[StateNode]:
         """The nodes of a key's path behind which the device has a state, from the root on.
 
-        A node's state is that behind its last token. Nodes in which the key ends are left out.
+        A node's state is that behind its last token. Nodes in which the key ends are left out, and
+        those behind a page without a hash, whose state has no name.
         """
         num_pages, node_id = self.device_prefix(key)
         path: list[StateNode] = []
@@ -119,7 +120,9 @@ class RadixTree:
         depth = self._depth(node)
         while node is not None and node.parent is not None:
             slot = node.component_data[ComponentType.MAMBA].value
-            if slot is not None and node.hash_value and depth <= num_pages * self.page_size:
+            if len(node.hash_value or ()) * self.page_size != len(node.key):
+                path.clear()
+            elif slot is not None and depth <= num_pages * self.page_size:
                 end = depth // self.page_size
                 path.append(StateNode(node.id, end, slot, len(node.children) > 1))
             depth -= len(node.key)

@@ -133,7 +133,6 @@ class StatePages(ResumablePages):
             return None
         last, at = nodes[-1], {node.end for node in nodes}
         path = hashes_from_hex(self._tree.path_hashes(last.node_id))
-        assert len(path) == last.end
         stored = self._stored_ends(space, path)
         known = set() if self._offers_stored else stored
         needed = {node.end for node in nodes if node.parts} | self._asked_again(req, path)

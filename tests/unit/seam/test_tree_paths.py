@@ -1,4 +1,4 @@
-"""Which rows of window layers a path of the device's tree has."""
+"""Which rows of window layers, and which states, a path of the device's tree has."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from runtime_cpu import inprocess
@@ -27,7 +28,11 @@ def node(node_id: int, parent: Any, pages: int, rows: int | None, *, hashed: boo
         parent=parent,
         key=[0] * pages * PAGE,
         hash_value=hashes,
-        component_data={ComponentType.SWA: SimpleNamespace(value=value)},
+        children={},
+        component_data={
+            ComponentType.SWA: SimpleNamespace(value=value),
+            ComponentType.MAMBA: SimpleNamespace(value=value),
+        },
     )
 
 
@@ -73,3 +78,18 @@ def test_a_node_that_does_not_name_its_pages_ends_it() -> None:
     nodes = path((3, 3 * PAGE))
     nodes.append(node(2, nodes[-1], 1, PAGE, hashed=False))
     assert tree_of(nodes, 4 * PAGE).window_path("key") == (0, [])
+
+
+def test_states_are_those_of_nodes_that_the_key_passes() -> None:
+    nodes = path((3, 1), (2, None), (1, 1), (2, 1))
+    found = tree_of(nodes, 7 * PAGE).state_path("key")
+    assert [(each.node_id, each.end) for each in found] == [(1, 3), (3, 6)]
+
+
+@pytest.mark.parametrize("hashes", [None, ["1-0"], ["1-0", "1-1", "1-2", "1-3"]])
+def test_what_lies_behind_a_page_without_a_name_has_no_state(hashes: list[str] | None) -> None:
+    """Its own hash would be looked for, and found, at another number of tokens."""
+    nodes = path((2, 1), (3, 1), (1, 1))
+    nodes[2].hash_value = hashes
+    found = tree_of(nodes, 6 * PAGE).state_path("key")
+    assert [(each.node_id, each.end) for each in found] == [(1, 2)]
