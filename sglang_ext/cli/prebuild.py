@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
+from importlib import import_module
 
 from sglang_ext.cli.examples import describe
 from sglang_ext.codec.base import DTYPES
@@ -28,6 +29,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _prebuild(chosen: argparse.Namespace) -> int:
+    import_module("torch")  # who lacks it hears so now, not behind a minute of compiling
     from sglang_ext.assembly.compile_ahead import prebuild
     from sglang_ext.codec.registry import codec_ids
     from sglang_ext.compiling import check_kept

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import sys
 import urllib.request
@@ -18,14 +17,6 @@ from testkit.server import TINYLM
 
 _START_S = 900.0
 _MODEL = "tinylm"
-
-
-def gateway_missing() -> str:
-    """Why there is none: a sentence, empty where there is one."""
-    for name in ("smg", "smg_grpc_servicer"):
-        if importlib.util.find_spec(name) is None:
-            return f"{name.replace('_', '-')} is not installed"
-    return ""
 
 
 class Gateway(EndedWithBlock):

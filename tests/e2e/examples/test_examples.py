@@ -2,7 +2,7 @@
 
 Two servers with devices that hold a part of each example, and one Redis for both.
 
-The long form has SGLang's own benchmark and more chats behind a router, too.
+The long form has more chats behind a router, too.
 """
 
 from __future__ import annotations
@@ -140,7 +140,6 @@ def test_documents_that_are_asked_about_again(servers: list[Server]) -> None:
     assert total.by_tier["host"] > 0
 
 
-@pytest.mark.long
 def test_sglangs_own_benchmark(servers: list[Server]) -> None:
     sizes = {"groups": 8, "prompts": 3, "shared-tokens": 500, "question-tokens": 40}
     sizes |= {"answer-tokens": 4, "turns": 3, "concurrency": 2}

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 
-from testkit.remote.gateway import Gateway, gateway_missing
+from testkit.remote.gateway import Gateway
 from testkit.workload import load_texts, load_tokenizer
 from tests.e2e.hier_server import PAGE, hier_args
 
-pytestmark = [
-    pytest.mark.e2e,
-    pytest.mark.skipif(bool(gateway_missing()), reason=gateway_missing()),
-]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_CHATS, CHAT_TOKENS, DEVICE_TOKENS = 6, 700, 1536
 

@@ -149,6 +149,14 @@ def test_calibrate_says_what_to_install(tmp_path: Path) -> None:
     )
 
 
+def test_prebuild_says_what_to_install_before_it_compiles() -> None:
+    done = alone("prebuild", "--codec", "none")
+    assert done.returncode == 1
+    assert done.stdout == ""  # a line for each part that is compiled
+    assert "prebuild needs torch, which is not installed here" in done.stderr
+    assert done.stderr.endswith("pip install 'sglang-hier-kv[sglang]'.\n")
+
+
 def test_doctor_ends_with_the_commands_that_come_next(capsys: pytest.CaptureFixture[str]) -> None:
     def after(*arguments: str) -> list[str]:
         return next_steps(make_parser().parse_args(["doctor", *arguments]), [])
