@@ -8,6 +8,7 @@ import os
 import stat
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -441,15 +442,24 @@ def test_a_read_that_hangs_costs_its_time_and_no_more(
                 os.close(os.open(hung, os.O_RDONLY))
         return read_value(self, name, offset, num_bytes)
 
+    ping, may_answer = FileEngine.ping, threading.Event()
+
+    def ping_later(self: FileEngine, deadline: Any) -> None:
+        assert may_answer.wait(WAIT_S)
+        ping(self, deadline)
+
     monkeypatch.setattr(FileEngine, "_read", read_slowly)
+    monkeypatch.setattr(FileEngine, "ping", ping_later)  # else the breaker closes at any moment
     try:
         assert read(store, items, timeout_s=5.0) == [OK, TIMEOUT, TIMEOUT]
         for _ in range(2):
             read(store, items, timeout_s=0.1)
         assert not store.usable
         assert read(store, items) == [UNAVAILABLE] * 3
+        may_answer.set()
         assert store.wait_usable(WAIT_S)  # the folder as such answers
     finally:
+        may_answer.set()
         writer = os.open(hung, os.O_RDWR)
         hung.unlink()
     os.close(writer)

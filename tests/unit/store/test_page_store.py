@@ -407,6 +407,7 @@ def test_two_requests_share_one_read(make: Make) -> None:
     rig.io.open_gate.set()
     rig.wait(first)
     rig.wait(second)
+    assert rig.store.wait_idle(300)  # counted after the plans were done
     assert rig.count("promoted_pages") == 4
     rig.store.cancel_plan(first)
     rig.save(pages("b", 16))
