@@ -31,6 +31,7 @@ class Gauges:
         threads: of all processes.
         disk_mib: what the disk folder takes, in MiB.
         remote_mib: what the shared folder takes, in MiB.
+        plain_rss_mib: what `rss_mib` is for plain SGLang behind the same rounds; None without one.
     """
 
     rss_mib: float
@@ -39,6 +40,7 @@ class Gauges:
     threads: int
     disk_mib: float
     remote_mib: float
+    plain_rss_mib: float | None
 
 
 def wait_for(is_so: Callable[[], bool], what: str) -> None:
@@ -68,7 +70,7 @@ def _is_at_rest(server: Server) -> bool:
     return not queued and not remote.get("upload_queue", 0)
 
 
-def read(server: Server, disk: Path, remote: Path) -> Gauges:
+def read(server: Server, disk: Path, remote: Path, plain: Server | None) -> Gauges:
     """Reads all, twice if need be: connections of answered requests are closed a moment later."""
     pids = [process.pid for process in server.tree()]
     last: list[tuple[int, int]] = []
@@ -80,13 +82,19 @@ def read(server: Server, disk: Path, remote: Path) -> Gauges:
     wait_for(is_steady, "open files and threads stay the same")
     fds, threads = last[-1]
     return Gauges(
-        rss_mib=sum(map(rss_mib, pids)),
+        rss_mib=total_rss_mib(server),
         scheduler_rss_mib=rss_mib(server.scheduler_pid),
         fds=fds,
         threads=threads,
         disk_mib=folder_mib(disk),
         remote_mib=folder_mib(remote),
+        plain_rss_mib=total_rss_mib(plain) if plain else None,
     )
+
+
+def total_rss_mib(server: Server) -> float:
+    """Anonymous memory of all processes of a server, in MiB."""
+    return sum(rss_mib(process.pid) for process in server.tree())
 
 
 def rss_mib(pid: int) -> float:

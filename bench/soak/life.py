@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -61,8 +62,14 @@ class Soak:
     num_rounds: int = 0
     _key: str = ""  # of the last probes, with the bundled model
 
-    def live(self, end: End, goes_on: Callable[[int], bool]) -> None:
+    def live(self, end: End, goes_on: Callable[[int], bool], *, beside_plain: bool = False) -> None:
         """Starts a server, and ends it when `goes_on`, given its number of rounds, says no.
+
+        Args:
+            end: how it is ended.
+            goes_on: asked before each round.
+            beside_plain: a plain server does each round's traffic and changes of weights, too, as
+                torch and SGLang take memory of their own for them.
 
         Raises:
             CaseFailedError: an answer or a count was wrong, or the server did not end cleanly.
@@ -70,12 +77,16 @@ class Soak:
         """
         life = Life(end)
         self.lives.append(life)
-        with self.world.server(len(self.lives)) as server:
+        with ExitStack() as stack:
+            server = stack.enter_context(self.world.server(len(self.lives)))
+            plain = self.world.plain("first", "beside") if beside_plain else None
+            if plain is not None:
+                stack.enter_context(plain)
             model = "first"
             if self._key:
                 self.probes.again(server, model, self._key)
             while goes_on(len(life.readings)):
-                model = self._round(server, life, model)
+                model = self._round(server, plain, life, model)
             self._set_model(server, "first", flush=True)
             self._key = f"last of {len(self.lives)}"
             self.probes.new(server, "first", self._key)
@@ -85,19 +96,18 @@ class Soak:
             if end == "terminate":
                 _check_end(server.terminate(timeout_s=300.0))
 
-    def _round(self, server: Server, life: Life, model: str) -> str:
-        """One round; returns which model the server has then."""
+    def _round(self, server: Server, plain: Server | None, life: Life, model: str) -> str:
+        """One round; returns which model the servers have then."""
         number, self.num_rounds = self.num_rounds, self.num_rounds + 1
-        traffic = Traffic(server, number)
         wanted = model
         if number % _UPDATE_EVERY == _UPDATE_EVERY - 1:
             wanted = "other" if model == "first" else "first"
-            flush = number % 2 == 0
-            traffic.run(lambda: self._set_model(server, wanted, flush=flush))
             life.counts["weights changed under traffic"] += 1
-        else:
-            traffic.run()
+        traffic = self._drive(server, number, model, wanted)
         rest(server)
+        if plain is not None:
+            self._drive(plain, number, model, wanted)
+            flush_device(plain)
         if wanted != model or number % _FLUSH_EVERY == 0:
             flush_device(server)  # else nothing is reused behind a change that did not flush
             life.counts["device flushed"] += 1
@@ -106,13 +116,22 @@ class Soak:
             life.counts["storage cleared"] += 1
         self.probes.new(server, wanted, f"round {number}")
         rest(server)
-        self._read(server, life, traffic)
+        self._read(server, plain, life, traffic)
         return wanted
 
-    def _read(self, server: Server, life: Life, traffic: Traffic) -> None:
+    def _drive(self, server: Server, number: int, model: str, wanted: str) -> Traffic:
+        """The traffic of a round, in the middle of which the model is changed if need be."""
+        traffic = Traffic(server, number)
+        if wanted == model:
+            traffic.run()
+        else:
+            traffic.run(lambda: self._set_model(server, wanted, flush=number % 2 == 0))
+        return traffic
+
+    def _read(self, server: Server, plain: Server | None, life: Life, traffic: Traffic) -> None:
         life.counts += traffic.counts
         life.reused += traffic.reused
-        life.readings.append(read(server, self.world.disk, self.world.remote))
+        life.readings.append(read(server, self.world.disk, self.world.remote, plain))
         life.ended_s.append(time.monotonic())
         _check_counters(tier_state(server)["host"])
         now = life.readings[-1]
@@ -120,6 +139,7 @@ class Soak:
             f"server {len(self.lives)}, round {self.num_rounds}: {now.rss_mib:.0f} MiB, "
             f"{now.fds} files, {now.threads} threads, disk {now.disk_mib:.0f} MiB, "
             f"remote {now.remote_mib:.0f} MiB"
+            + (f"; plain {now.plain_rss_mib:.0f} MiB" if now.plain_rss_mib else "")
         )
 
     def _set_model(self, server: Server, model: str, *, flush: bool) -> None:

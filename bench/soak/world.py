@@ -68,10 +68,10 @@ class World:
         url = f"file://{self.remote}?size={REMOTE_MIB}MB&free=1"
         return self._server(f"server-{number:03}", [*hier, "--hier-kv-remote-url", url])
 
-    def plain(self, model: str) -> Server:
-        """Plain SGLang, for the answers."""
+    def plain(self, model: str, name: str = "answers") -> Server:
+        """Plain SGLang, for the answers or to be compared with; `name` is in its log's name."""
         return self._server(
-            f"plain-{model}", ["--page-size", "64", "--sleep-on-idle"], self.models[model]
+            f"plain-{name}-{model}", ["--page-size", "64", "--sleep-on-idle"], self.models[model]
         )
 
     def _server(self, name: str, args: list[str], model: Path = TINYLM) -> Server:

@@ -17,7 +17,7 @@ from bench.soak.report import WARM_UP_ROUNDS, make_report
 from bench.soak.trend import growth, slope
 from bench.soak.world import DISK_MIB, REMOTE_MIB, World
 
-AT_REST = Gauges(900.0, 400.0, 80, 60, 90.0, 120.0)
+AT_REST = Gauges(900.0, 400.0, 80, 60, 90.0, 120.0, None)
 
 
 def soak_of(readings: list[Gauges]) -> Soak:
@@ -47,6 +47,21 @@ def test_what_grows_with_each_round_is_a_leak(leak: dict[str, Any], what: str) -
         for n in range(40)
     ]
     with pytest.raises(CaseFailedError, match=f"{what} grew by"):
+        make_report(soak_of(readings))
+
+
+@pytest.mark.parametrize("plain_grows", [True, False])
+def test_what_plain_sglang_grows_by_in_the_same_rounds_is_no_leak(plain_grows: bool) -> None:
+    readings = [
+        replace(
+            AT_REST, rss_mib=900.0 + 4 * n, plain_rss_mib=800.0 + (3 * n if plain_grows else -n)
+        )
+        for n in range(40)
+    ]
+    if plain_grows:
+        assert make_report(soak_of(readings)).results["lives"][0]["plain_rss_mib_growth"] == 90.0
+        return
+    with pytest.raises(CaseFailedError, match=r"grew by 120 in one server, at most 64 more"):
         make_report(soak_of(readings))
 
 
