@@ -135,11 +135,11 @@ class Soak:
         life.ended_s.append(time.monotonic())
         _check_counters(tier_state(server)["host"])
         now = life.readings[-1]
+        beside = f" (plain {now.plain_rss_mib:.0f})" if now.plain_rss_mib else ""
         self.tell(
-            f"server {len(self.lives)}, round {self.num_rounds}: {now.rss_mib:.0f} MiB, "
+            f"server {len(self.lives)}, round {self.num_rounds}: {now.rss_mib:.0f} MiB{beside}, "
             f"{now.fds} files, {now.threads} threads, disk {now.disk_mib:.0f} MiB, "
             f"remote {now.remote_mib:.0f} MiB"
-            + (f"; plain {now.plain_rss_mib:.0f} MiB" if now.plain_rss_mib else "")
         )
 
     def _set_model(self, server: Server, model: str, *, flush: bool) -> None:
