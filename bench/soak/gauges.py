@@ -82,19 +82,14 @@ def read(server: Server, disk: Path, remote: Path, plain: Server | None) -> Gaug
     wait_for(is_steady, "open files and threads stay the same")
     fds, threads = last[-1]
     return Gauges(
-        rss_mib=total_rss_mib(server),
+        rss_mib=sum(map(rss_mib, pids)),
         scheduler_rss_mib=rss_mib(server.scheduler_pid),
         fds=fds,
         threads=threads,
         disk_mib=folder_mib(disk),
         remote_mib=folder_mib(remote),
-        plain_rss_mib=total_rss_mib(plain) if plain else None,
+        plain_rss_mib=sum(rss_mib(process.pid) for process in plain.tree()) if plain else None,
     )
-
-
-def total_rss_mib(server: Server) -> float:
-    """Anonymous memory of all processes of a server, in MiB."""
-    return sum(rss_mib(process.pid) for process in server.tree())
 
 
 def rss_mib(pid: int) -> float:
