@@ -226,5 +226,5 @@ def test_a_stage_that_goes_by_its_own_store_is_found_out(
 
     found = AssertionError, RankDivergenceError, threading.BrokenBarrierError
     with pytest.raises(found) as caught:
-        run_until_found(one, tmp_path, monkeypatch)
+        run_until_found(one, tmp_path, monkeypatch, hangs=True)
     print(repr(caught.value)[:300])

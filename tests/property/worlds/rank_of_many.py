@@ -10,7 +10,6 @@ import contextlib
 import itertools
 import random
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -175,9 +174,7 @@ def run_worlds(
     threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(worlds)]
     for thread in threads:
         thread.start()
-    end_s = time.monotonic() + 4 * ranks_world.WAIT_S
-    for thread in threads:
-        thread.join(max(0.0, end_s - time.monotonic()))
+    ranks_world.join_all(threads)
     try:
         real = [each for each in errors if not isinstance(each, threading.BrokenBarrierError)]
         if errors:
@@ -194,18 +191,23 @@ def run_until_found(
     folder: Path,
     patch: pytest.MonkeyPatch,
     num_worlds: int = MAX_WORLDS,
+    *,
+    hangs: bool = False,
 ) -> None:
     """Runs worlds with a mistake in them, until one raises what it leads to.
 
-    Threads decide when a mistake shows, so one seed's rounds may end before.
+    Threads decide when a mistake shows, so one seed's rounds may end before, or have waited for one
+    another in vain by then.
 
     Args:
         run: runs worlds in a folder by a seed; more loads than there will be keep them going.
         folder: for all of them.
         patch: undone with the test.
         num_worlds: so many may not show it.
+        hangs: ranks that wait for one another in vain are what the mistake may lead to.
     """
     patch.setattr(ranks_world, "WAIT_S", SHORT_WAIT_S)
+    shows_nothing = (TooFewLoadsError, *(() if hangs else (threading.BrokenBarrierError,)))
     for seed in range(1, 1 + num_worlds):
-        with contextlib.suppress(TooFewLoadsError):
+        with contextlib.suppress(*shows_nothing):
             run(folder / str(seed), seed)

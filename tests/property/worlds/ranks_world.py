@@ -68,7 +68,8 @@ from tests.tiers.tier_pages import PAYLOAD_BYTES, SLOT_BYTES, key, make_slot, pa
 PAGE = 4
 NUM_SLOTS = 20
 NUM_DOCUMENTS, PAGES_PER_DOCUMENT, SHARED_PAGES = 8, 7, 2
-WAIT_S = 300.0
+WAIT_S = 300.0  # for another rank, and for the end of what is under way
+ENDS_S = 1200.0  # a rank's thread, which waits for nothing longer than `WAIT_S`, on any machine
 NUM_WEIGHTS, NUM_ADAPTERS = 3, 2  # few, so that old ones come back and their pages are of use
 ADAPTER_ID = "tone"
 JITTER_S, DISK_DELAY_S, REMOTE_DELAY_S, TIMEOUT_MS = 0.001, 0.01, 0.004, 8.0
@@ -770,6 +771,18 @@ class Rank:
         return ok and ticket.dropped == 0
 
 
+def join_all(threads: Sequence[threading.Thread]) -> None:
+    """Waits until the threads of all ranks have ended.
+
+    A wait for another rank ends by itself, after `WAIT_S`; what a rank does meanwhile takes as long
+    as the machine likes, and may not be looked at before.
+    """
+    end_s = time.monotonic() + ENDS_S
+    for thread in threads:
+        thread.join(max(0.0, end_s - time.monotonic()))
+    assert not any(thread.is_alive() for thread in threads), "ranks do not end"
+
+
 def run_ranks(
     folder: Path,
     *,
@@ -814,8 +827,7 @@ def run_ranks(
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(4 * WAIT_S)
+    join_all(threads)
     try:
         if errors:
             first = next(
