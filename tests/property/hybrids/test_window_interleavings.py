@@ -132,7 +132,7 @@ def test_rows_of_the_padding_page_are_not_saved(make: Make) -> None:
 
 
 def test_a_prompt_that_dram_has_no_room_for_is_resumed_where_it_has(make: Make) -> None:
-    world = make(window=6, host_pages=24, device_pages=64, window_pages=64)
+    world = make(window=6, host_pages=24, device_pages=64, window_pages=64, timeout_ms=300_000.0)
     short = [1 + at % 120 for at in range(40)]
     long = [*short, *range(100, 139)]
     for tokens in (short, long):

@@ -73,7 +73,7 @@ def test_no_request_goes_on_from_the_state_of_another_image(make: Make, seed: in
 @pytest.mark.parametrize("where", ["dram", "disk"])
 def test_a_state_behind_and_inside_of_an_image_comes_back(make: Make, where: str) -> None:
     """And of another image, by the same number, none does."""
-    world = make(host_pages=200)
+    world = make(host_pages=200, timeout_ms=300_000.0)
     drop = world.flush if where == "dram" else world.only_on_disk
     ask(world, image_item(0, SPAN), chunk=2 * PAGE)  # as are those behind it
     drop()

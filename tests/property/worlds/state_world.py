@@ -115,6 +115,7 @@ class StateWorld(WindowWorld):
         host_pages: int = 64,
         disk_bytes: int = 16 << 20,
         prefetch_policy: str = "timeout",
+        timeout_ms: float = 300.0,
         lookahead: str = "on",
         remote: RemoteStore | None = None,
         is_one_of_many: bool = False,
@@ -176,7 +177,7 @@ class StateWorld(WindowWorld):
             tree_core="python", prefetch_policy=prefetch_policy, lookahead=lookahead,
             pin_share=0.25 if lookahead == "on" else 0.0,
             remote_url="file://there" if remote is not None else "",
-            prefetch_timeout_ms=300.0,
+            prefetch_timeout_ms=timeout_ms,
         )  # fmt: skip
         self.store = PageStore(
             self.arena,

@@ -208,6 +208,7 @@ class World:
         seals: RecordSeals = CHECKSUMS,
         placement: PolicyConfig | None = None,
         prefetch_policy: str = "timeout",
+        timeout_ms: float = 2000.0,
         cost: CostModel | None = None,
         of_pairs: bool = False,
         ropes: list[LayerRope] | None = None,
@@ -282,7 +283,9 @@ class World:
         )
         metrics = MetricsReporter(self.store, disk, enabled=False, labels={})
         identity: Any = Identity()
-        config = HierKVConfig(tree_core=core, prefetch_policy=prefetch_policy)
+        config = HierKVConfig(
+            tree_core=core, prefetch_policy=prefetch_policy, prefetch_timeout_ms=timeout_ms
+        )
         decider: LoadOrCompute | None = None
         dram: DramChoice | None = None
         if cost is not None:
@@ -637,6 +640,7 @@ class World:
     def settle(self) -> None:
         """Saves, reads and writes in flight land."""
         assert self.cache.hier_linker.quiesce()
+        self.wait_for(lambda: not self.cache.hier_linker.numbers_of_saves()[0])  # nor what follows
         self.cache.check_hicache_events()
         assert self.store.wait_idle(300)
         self.wait_for(

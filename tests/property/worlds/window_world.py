@@ -257,6 +257,7 @@ class WindowWorld:
         host_pages: int = 48,
         disk_bytes: int = 16 << 20,
         prefetch_policy: str = "timeout",
+        timeout_ms: float = 300.0,
         lookahead: str = "on",
         remote: RemoteStore | None = None,
         is_one_of_many: bool = False,
@@ -305,7 +306,7 @@ class WindowWorld:
             tree_core="python", prefetch_policy=prefetch_policy, lookahead=lookahead,
             pin_share=0.25 if lookahead == "on" else 0.0,
             remote_url="file://there" if remote is not None else "",
-            prefetch_timeout_ms=300.0,
+            prefetch_timeout_ms=timeout_ms,
         )  # fmt: skip
         self.store = PageStore(
             self.arena,
@@ -812,6 +813,7 @@ class WindowWorld:
     def settle(self) -> None:
         """Saves, reads and writes in flight land."""
         assert self.cache.hier_linker.quiesce()
+        self.wait_for(lambda: not self.cache.hier_linker.numbers_of_saves()[0])  # nor what follows
         self.cache.check_hicache_events()
         assert self.store.wait_idle(300)
         self.wait_for(

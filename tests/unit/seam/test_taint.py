@@ -50,7 +50,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     worlds: list[World] = []
 
     def build(**options: Any) -> World:
-        options = {"raw_share": 0.0, **options}
+        # What is on disk is waited for, on any machine.
+        options = {"raw_share": 0.0, "timeout_ms": 300_000.0, **options}
         worlds.append(World(tmp_path / str(len(worlds)), monkeypatch, 1, **options))
         return worlds[-1]
 

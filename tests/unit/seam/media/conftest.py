@@ -19,6 +19,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
     worlds: list[MediaWorld] = []
 
     def build(**options: Any) -> MediaWorld:
+        options = {"timeout_ms": 300_000.0, **options}  # what is on disk is waited for
         worlds.append(MediaWorld(tmp_path / str(len(worlds)), monkeypatch, 1, **options))
         return worlds[-1]
 
