@@ -585,9 +585,10 @@ def test_a_disk_too_small_for_two_segments_is_refused(tmp_path: Path) -> None:
 def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
     """A server whose disk folder lies on a file system below its free-space floor."""
     folder = tmp_path_factory.mktemp("floor")
+    (folder / "other files").write_bytes(os.urandom(4 << 20))  # or a new file system may be empty
     status = os.statvfs(folder)
-    # All of it but a thousandth, as what is all of it is refused at start.
-    floor_gb = 0.999 * status.f_frsize * status.f_blocks / (1 << 30)
+    # All of it but less than that, as what is all of it is refused at start.
+    floor_gb = (status.f_frsize * status.f_blocks - (2 << 20)) / (1 << 30)
     args = [*hier_args(folder, host_pages=60), "--max-total-tokens", "8192"]
     args += ["--hier-kv-disk-free-floor", f"{floor_gb:.4f}"]
     with Server(args, log_path=folder / "server.log", stop="kill") as server:
