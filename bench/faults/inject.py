@@ -118,14 +118,15 @@ class Plan:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._lock = threading.Lock()
-        self._stamp = 0
+        self._stamp = (0, 0)  # of the file: two within a tick of its clock have another number
         self._faults: Mapping[str, Any] = {}
         self._left = 0  # times that the step of "kill" has still to come
 
     def faults(self) -> Mapping[str, Any]:
         """What is in force now."""
         with self._lock:
-            stamp = os.stat(self._path).st_mtime_ns
+            status = os.stat(self._path)
+            stamp = (status.st_mtime_ns, status.st_ino)
             if stamp != self._stamp:
                 self._stamp = stamp
                 self._faults = json.loads(self._path.read_text())

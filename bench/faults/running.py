@@ -64,6 +64,7 @@ class RunningFaults:
         references: plain SGLang's answers.
         tallies: where results go.
         options: further flags of the server.
+        hung_s: how long `hung_disk` had the disk hang.
     """
 
     folder: Path
@@ -71,6 +72,7 @@ class RunningFaults:
     references: References
     tallies: Tallies
     options: tuple[str, ...] = ()
+    hung_s: float = 0.0
     log: Log = field(default_factory=Log)
     samples: dict[str, list[float]] = field(default_factory=dict)
     _rng: random.Random = field(default_factory=lambda: random.Random(3))
@@ -229,6 +231,7 @@ class RunningFaults:
             check(answer is None or answer.cached_tokens == 0, "a page came from a failing disk")
         self.control.set()
         check(self.counts().get(name, 0) > before, f"{name} did not count failing reads")
+        self.settle()  # or what was computed again is written while the next fault is in force
 
     def failing_writes(self, prompts: list[list[int]], kind: str, **faults: Any) -> None:
         """Asks for new prompts while writes fail; they are only not kept on disk."""
@@ -263,6 +266,7 @@ class RunningFaults:
         tally = self.tallies["disk_hung"]
         before = self.counts().get("save_dropped_pages", 0)
         self.control.set(hangs=True)
+        started_s = time.monotonic()
         with ThreadPoolExecutor(len(victims)) as pool:
             try:
                 jobs = [pool.submit(self.ask, victim.prompt, tally) for victim in victims]
@@ -274,6 +278,7 @@ class RunningFaults:
                 )
                 check(not any(job.done() for job in jobs), "a page came from a disk that hangs")
             finally:
+                self.hung_s = time.monotonic() - started_s
                 self.control.set()
             answers = [job.result(timeout=_PATIENCE_S) for job in jobs]
         for answer in answers:

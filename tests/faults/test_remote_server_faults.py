@@ -162,7 +162,7 @@ def test_a_store_that_is_down_at_start_is_found_when_it_comes_up(running: World)
     world = running
     assert world.is_open
     assert world.remote_tokens(world.prompts[0]) == 0
-    assert world.remote("error_unavailable") >= 1
+    world.eventually(lambda: world.remote("error_unavailable") >= 1)
     assert world.remote("probes") >= 1
     world.eventually(lambda: world.count("remote_upload_dropped_pages") >= PROMPT_PAGES)
     world.forget()

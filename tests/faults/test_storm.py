@@ -147,11 +147,12 @@ def test_a_wait_for_a_layer_is_a_stall_unless_it_is_being_copied(
 ) -> None:
     meter = StallMeter(threading.get_ident())
     monkeypatch.setattr(threading.Condition, "wait", metered_wait(meter, threading.Condition.wait))
-    counter, waits, measured = LoadCounter(1), threading.Event(), threading.Event()
+    counter, measured = LoadCounter(1), threading.Event()
     index = counter.update_producer()
 
     def load() -> None:
-        waits.wait()
+        while not counter._changed._waiters:  # type: ignore[attr-defined]
+            time.sleep(0.001)
         begin_s = time.thread_time()
         while copies and time.thread_time() - begin_s < 0.2:
             pass
@@ -161,7 +162,6 @@ def test_a_wait_for_a_layer_is_a_stall_unless_it_is_being_copied(
 
     thread = threading.Thread(target=load, name="hier-kv-load")
     thread.start()
-    waits.set()
     counter.wait_until(0)
     measured.set()
     thread.join()
