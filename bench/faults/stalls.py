@@ -11,7 +11,8 @@ count, where the plugin is among its callers:
   or wanted a core. Where the device is a CPU, its layers are copied while the forward waits.
 
 Waits for the interpreter's own lock are no I/O and do not count, nor does what the plugin waits for
-while it is put together: a server that starts serves nobody yet.
+while it is put together, or SGLang while it loads weights, which the plugin is around: a server
+that starts serves nobody yet.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _CALLS = (
 _SOCKET_CALLS = ("connect", "send", "sendall", "recv", "recv_into", "sendmsg")
 _CONDITION = "Condition.wait"
 _OWN = "sglang_ext"
-_START = "sglang_ext.assembly."
+_START = ("sglang_ext.assembly.", "sglang_ext.seam.hooks.loaded_models._around_loading")
 _MAX_FRAMES = 1000  # numba compiles some hundred deep
 _COPIES = "hier-kv-load"  # begin of the names of threads that copy loads
 _NUM_REMEMBERED = 4096  # calls of other threads that held a lock; the youngest matter

@@ -193,9 +193,16 @@ def test_copying_threads_may_begin_and_end_while_the_scheduler_waits(
     assert meter.report()["num"] > 0
 
 
-@pytest.mark.parametrize("module", ["sglang_ext.assembly.factory", "sglang_ext.seam.cache"])
-def test_a_start_holds_up_nobody(module: str) -> None:
-    """Kernels are compiled then, and kept on disk."""
+@pytest.mark.parametrize(
+    ("module", "function", "num"),
+    [
+        ("sglang_ext.assembly.factory", "build", 0),
+        ("sglang_ext.seam.hooks.loaded_models", "_around_loading", 0),
+        ("sglang_ext.seam.cache", "build", 1),
+    ],
+)
+def test_a_start_holds_up_nobody(module: str, function: str, num: int) -> None:
+    """Kernels are compiled then, and kept on disk; weights are read by threads of SGLang."""
     meter = StallMeter(threading.get_ident())
 
     def stall() -> None:
@@ -204,5 +211,7 @@ def test_a_start_holds_up_nobody(module: str) -> None:
 
     inner = {"__name__": "sglang_ext.kernels.rope.api", "stall": stall}
     exec("def call(): stall()", inner)
-    eval("call()", {"__name__": module, "call": inner["call"]})
-    assert meter.report()["num"] == (0 if "assembly" in module else 1)
+    outer = {"__name__": module, "call": inner["call"]}
+    exec(f"def {function}(): call()", outer)
+    eval(f"{function}()", outer)
+    assert meter.report()["num"] == num
