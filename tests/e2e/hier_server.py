@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -169,6 +170,20 @@ def settled(server: Server, timeout_s: float = 300.0) -> dict[str, Any]:
         has_remote = any(rank.get("remote") for rank in ranks)
         time.sleep(_LOOK_S if on_their_way or has_remote else _SECOND_LOOK_S)
     raise AssertionError(f"the store did not settle in {timeout_s:.0f} s: {last}")
+
+
+def send_in_halves(server: Server, send: Callable[[Any], Any], what: Sequence[Any]) -> list[Any]:
+    """What `send` returns of each of `what`, several at a time.
+
+    With an empty device behind half of them, so that the others load, whoever came first.
+    """
+    half, found = len(what) // 2, []
+    for part in (what[:half], what[half:]):
+        with ThreadPoolExecutor(6) as pool:
+            found += list(pool.map(send, part))
+        settled(server)
+        requests.flush_device(server)
+    return found
 
 
 def in_dram(server: Server, timeout_s: float = 300.0) -> None:

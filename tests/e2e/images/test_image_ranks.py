@@ -14,6 +14,7 @@ import random
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from testkit.images.vision_model import IMAGE, picture, write_vision_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import GIB, settled
+from tests.e2e.hier_server import GIB, send_in_halves, settled
 from tests.e2e.images.image_prompts import (
     BASE,
     HEADER_BYTES,
@@ -138,11 +139,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     args = ["--max-total-tokens", "1536", *BROADCAST]
     with ranks(model, *args, folder=folder, host_pages=24) as server:
         from_disk = answers(server, WHICH)
-        at_once = []
-        for half in (chosen[: NUM_AT_ONCE // 2], chosen[NUM_AT_ONCE // 2 :]):
-            with ThreadPoolExecutor(6) as pool:
-                at_once += list(pool.map(lambda prompt: say(server, prompt), half))
-            drop_device(server)  # so that the second half loads, whoever came first
+        at_once = send_in_halves(server, partial(say, server), chosen)
         at_last = settled(server)
     return Served(
         computed, hits, right, found, again, from_dram, alike, unnamed, at_first, from_disk,

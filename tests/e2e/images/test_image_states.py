@@ -22,7 +22,7 @@ from testkit.images.vision_model import IMAGE, picture
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import settled
+from tests.e2e.hier_server import send_in_halves, settled
 from tests.e2e.images.image_prompts import (
     BASE,
     LARGE,
@@ -193,11 +193,7 @@ def test_many_at_once_on_a_small_device(plain: Plain, tmp_path: Path) -> None:
 
     small = ("--max-total-tokens", "2048", "--max-mamba-cache-size", "32")
     with server_of(plain.model, *small, folder=tmp_path, host_pages=16) as server:
-        found = []
-        for half in (range(20), range(20, 40)):
-            with ThreadPoolExecutor(6) as pool:
-                found += list(pool.map(say, half))
-            drop_device(server)  # so that the second half loads, whoever came first
+        found = send_in_halves(server, say, range(len(asked)))
         stayed = [number for number in range(len(asked)) if number % 5]
         check_right([found[n] for n in stayed], [right[asked[n]] for n in stayed])
         assert check_counts(server)["loaded_pages"] > 10

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +17,7 @@ import pytest
 from testkit.images.vision_model import IMAGE, picture, write_vision_model
 from testkit.rank_requests import ENVIRONMENT
 from testkit.server import Server
-from tests.e2e.hier_server import settled, state, states
+from tests.e2e.hier_server import send_in_halves, settled, state, states
 from tests.e2e.images.image_chats import Said, converse, questions
 from tests.e2e.images.image_prompts import (
     BASE,
@@ -256,11 +255,7 @@ def test_many_at_once_on_a_small_device(world: World, tmp_path: Path) -> None:
         return ask(server, asked[number])
 
     with hier_server(world.model, tmp_path, "--max-total-tokens", "1536", host_pages=20) as server:
-        found = []
-        for half in (range(30), range(30, 60)):
-            with ThreadPoolExecutor(6) as pool:
-                found += list(pool.map(say, half))
-            drop_device(server)  # so that the second half loads, whoever came first
+        found = send_in_halves(server, say, range(len(asked)))
         stayed = [number for number in range(len(asked)) if number % 5]
         check_right([found[number] for number in stayed], [right[asked[n]] for n in stayed])
         counts = settled(server)["host"]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
 
 from testkit.requests import flush_device
 from testkit.server import Server
-from tests.e2e.hier_server import ask, by_tier, real_prompts, settled, tokens_and_logprobs
+from tests.e2e.hier_server import (
+    ask,
+    by_tier,
+    real_prompts,
+    send_in_halves,
+    settled,
+    tokens_and_logprobs,
+)
 
 NUM_TOKENS = 4  # of an answer; the last one is not computed
-_CLIENTS = 6
 
 
 def answers(server: Server, prompts: Sequence[Sequence[int]], num: int = NUM_TOKENS) -> list[Any]:
@@ -67,20 +72,12 @@ def branching_prompts(rng: random.Random, num_trunks: int, count: int) -> list[l
 def answers_at_once(
     server: Server, prompts: Sequence[list[int]], rng: random.Random, longest: int
 ) -> list[Any]:
-    """Asks for prompts, some at a time; most for a few tokens, some for `longest`.
-
-    With an empty device behind half of them, so that the others load, whoever came first.
-    """
+    """Asks for prompts, some at a time; most for a few tokens, some for `longest`."""
 
     def send(prompt: list[int]) -> Any:
         return ask(server, prompt, rng.choice((1, 5, 5, longest)))
 
-    half, found = len(prompts) // 2, []
-    for part in (prompts[:half], prompts[half:]):
-        with ThreadPoolExecutor(_CLIENTS) as pool:
-            found += list(pool.map(send, part))
-        drop_device(server)
-    return found
+    return send_in_halves(server, send, prompts)
 
 
 class Computed:
