@@ -35,9 +35,8 @@ PLUGIN_IMPORTS = {
     *("packaging", "prometheus_client", "pydantic", "transformers"),
 }
 
-# The seam: the only modules of the plugin that may import sglang.
+# The modules of the seam that import sglang; none outside does.
 SGLANG_MODULES = {
-    "assembly/factory",
     "seam/cache",
     "seam/hash_fallback",
     "seam/hooks/disaggregation",
@@ -54,6 +53,7 @@ SGLANG_MODULES = {
     "seam/radix_tree",
     "seam/self_check",
     "seam/session_turns",
+    "seam/start/ranks",
     "seam/wrapper",
 }
 
