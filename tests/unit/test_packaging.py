@@ -226,5 +226,5 @@ def test_the_installed_pins_agree_with_the_constraints() -> None:
     constraints = (ROOT / "runtime_cpu" / "constraints.txt").read_text(encoding="utf-8")
     pinned = {line.lower().replace("_", "-") for line in constraints.splitlines() if "==" in line}
     extras = _pyproject()["project"]["optional-dependencies"]
-    for pin in (*extras["cpu"], *extras["dev"]):
+    for pin in (*extras["cpu"], *extras["dev"], *extras["gateway"]):
         assert pin.lower().replace("_", "-") in pinned, f"{pin} differs in constraints.txt"
