@@ -57,7 +57,7 @@ dev: $(STAMP) $(PREBUILT)
 $(STAMP): pyproject.toml runtime_cpu/constraints.txt runtime_cpu/system-packages.sh
 	bash runtime_cpu/system-packages.sh "$(PYTHON)"
 	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
-	$(PY) -m pip install --quiet --no-input --no-compile -c runtime_cpu/constraints.txt -e '.[cpu,dev]'
+	$(PY) -m pip install --quiet --no-input --no-compile -c runtime_cpu/constraints.txt -e '.[cpu,dev,gateway]'
 	$(PY) -m pip install --quiet --no-input --no-compile --no-deps $(SGLANG)
 	touch $@
 

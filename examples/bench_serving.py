@@ -15,16 +15,20 @@ first token. `storage` is disk and remote store together.
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
-import subprocess
+import runpy
 import sys
 import tempfile
+import traceback
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+BENCHMARK = "sglang.benchmark.serving"
 TIERS = ("device", "host", "storage")
 
 
@@ -52,14 +56,26 @@ def measure(url: str, workload: Sequence[str], common: Sequence[str]) -> dict[st
     """
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "result.jsonl"
-        command = [sys.executable, "-m", "sglang.benchmark.serving", "--base-url", url]
-        command += ["--dataset-name", "generated-shared-prefix", "--cache-report"]
-        command += ["--disable-tqdm", "--output-file", str(file), *workload, *common]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode or not file.exists():
-            sys.exit(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-        found: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])
+        words = ["--base-url", url, "--dataset-name", "generated-shared-prefix", "--cache-report"]
+        words += ["--disable-tqdm", "--output-file", str(file), *workload, *common]
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+                run_benchmark(words)
+            found: dict[str, Any] = json.loads(file.read_text().splitlines()[-1])
+        except (Exception, SystemExit):
+            why = f"{said.getvalue()}{traceback.format_exc()}"
+            sys.exit(f"python -m {BENCHMARK} {' '.join(words)} failed:\n{why}")
         return found
+
+
+def run_benchmark(words: Sequence[str]) -> None:
+    """`python -m sglang.benchmark.serving WORDS`, in this process: its import takes seconds."""
+    before, sys.argv = sys.argv, [BENCHMARK, *words]
+    try:
+        runpy.run_module(BENCHMARK, run_name="__main__", alter_sys=True)
+    finally:
+        sys.argv = before
 
 
 def line(found: dict[str, Any]) -> str:

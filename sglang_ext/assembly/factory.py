@@ -74,17 +74,17 @@ from sglang_ext.kernels import rope as rope_kernels
 from sglang_ext.ranks.lockstep import exchange, group_of
 from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.ranks.same_settings import agree_on_settings, await_all, settings_of
-from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
+from sglang_ext.seam.cache import CacheParts, create_cache
 from sglang_ext.seam.hash_fallback import ensure_page_hash
 from sglang_ext.seam.hooks.loaded_models import algorithm_of, check_layers, draft_runners
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.media.page_digests import install_page_digests
 from sglang_ext.seam.metrics.reporter import MetricsReporter
+from sglang_ext.seam.start.ranks import group_of_nodes, node_rank, rank_place
 from sglang_ext.settings.arguments import on_all_nodes
 from sglang_ext.settings.compat import (
     check_keys,
     check_model,
-    check_ranks,
     check_tree,
 )
 from sglang_ext.settings.config import GIB, HierKVConfig
@@ -122,8 +122,6 @@ def build_cache(ctx: Any) -> Any:
     Raises:
         HierKVConfigError: the model or the machine cannot be served; one sentence.
     """
-    from sglang.srt.mem_cache.registry import create_unified_radix_cache
-
     place = rank_place(ctx)
     config = HierKVConfig.from_dict(ctx.server_args._hier_kv)
     if place.num_nodes > 1:
@@ -135,10 +133,7 @@ def build_cache(ctx: Any) -> Any:
     ensure_page_hash()
     install_page_digests()
     ctx.params.tree_core_backend = config.tree_core
-    make_parts = partial(_make_cache_parts, ctx, config, place)
-    cache = create_unified_radix_cache(
-        ctx, cache_class=partial(HierKVRadixCache, make_parts=make_parts)
-    )
+    cache = create_cache(ctx, partial(_make_cache_parts, ctx, config, place))
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     kv_pool.register_layer_transfer_counter(cache.hier_linker.layer_done_counter)
     if ctx.is_hybrid_ssm:
@@ -392,45 +387,16 @@ def _metrics(
     return metrics
 
 
-def rank_place(ctx: Any) -> RankPlace:
-    """This process's place among the server's ranks."""
-    from sglang.srt.runtime_context import get_parallel
-
-    parallel = get_parallel()
-    check_ranks(
-        {
-            "attention context parallelism": parallel.attn_cp_size,
-            "decode context parallelism": parallel.attn_dcp_size,
-        }
-    )
-    if parallel.attn_dp_size > 1:
-        tp_rank, dp_rank = parallel.attn_tp_rank, parallel.attn_dp_rank
-        return RankPlace(tp_rank, parallel.attn_tp_size, dp_rank, parallel.attn_dp_size, True)
-    return RankPlace(
-        ctx.tp_rank,
-        ctx.tp_size,
-        parallel.dp_rank or 0,
-        parallel.dp_size,
-        num_nodes=parallel.nnodes,
-        pp_rank=parallel.pp_rank,
-        pp_size=parallel.pp_size,
-    )
-
-
 def _agree_with_nodes(ctx: Any, config: HierKVConfig, place: RankPlace) -> None:
     """Refuses nodes that were not started alike; all take the first one's secret."""
-    from sglang.srt.distributed.parallel_state import get_world_group
-    from sglang.srt.runtime_context import get_parallel
-
-    ranks = ctx.tp_group if place.pp_size == 1 else get_world_group()
-    server_args, group = ctx.server_args, ranks.cpu_group
+    server_args, group = ctx.server_args, group_of_nodes(ctx, place)
     alike = {
         "release of sglang-hier-kv": __version__,
         "release of SGLang": version("sglang"),
         "model configuration": namespace_digest(_model_facts(ctx)).hex()[:16],
         **on_all_nodes(lambda name: getattr(server_args, name, None)),
     }
-    own = settings_of(config, get_parallel().node_rank, server_args._hier_kv_secret, alike)
+    own = settings_of(config, node_rank(), server_args._hier_kv_secret, alike)
     await_all(group)
     server_args._hier_kv_secret = agree_on_settings(own, partial(exchange, group))
 

@@ -804,3 +804,17 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.quotes.close()
         self.linker.close()
         super().release_host_resources()
+
+
+def create_cache(ctx: Any, make_parts: Callable[[HierKVRadixCache], CacheParts]) -> Any:
+    """Has SGLang build its radix cache, as ours.
+
+    Args:
+        ctx: SGLang's `TreeCacheBuildContext`.
+        make_parts: what is kept below the device, from SGLang's half of the cache.
+    """
+    from sglang.srt.mem_cache.registry import create_unified_radix_cache
+
+    return create_unified_radix_cache(
+        ctx, cache_class=partial(HierKVRadixCache, make_parts=make_parts)
+    )

@@ -81,7 +81,8 @@ def _environment(python: Path, folder: Path, torch: str) -> Path:
     constraints.write_text("\n".join(map(str, _without_torch(pins))))
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    wanted = [*_without_torch([*extras["cpu"], *extras["dev"]]), f"torch=={torch}"]
+    pinned = [pin for name in ("cpu", "dev", "gateway") for pin in extras[name]]
+    wanted = [*_without_torch(pinned), f"torch=={torch}"]
     install = [str(own), "-m", "pip", "install", "--quiet", "--no-input"]
     _run([*install, "-c", str(constraints), *wanted])
     _run([*install, "--no-deps", _sglang(), "-e", str(ROOT)])

@@ -19,8 +19,8 @@ def build(server_args: Any) -> str:
     Raises:
         Exception: whatever SGLang or the plugin says to it.
     """
-    from sglang_ext.assembly.factory import rank_place
     from sglang_ext.device.pools import describe_pools
+    from sglang_ext.seam.start.ranks import rank_place
     from sglang_ext.settings.compat import check_model, check_tree
 
     ctx = build_pools(server_args)

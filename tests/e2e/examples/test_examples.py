@@ -1,6 +1,7 @@
 """The examples, as a reader runs them, against real servers; checked is what they print.
 
-Two servers with devices that hold a part of each example, and one Redis for both.
+Two servers with devices that hold a part of each example, and one Redis for both; for SGLang's own
+benchmark one without the plugin, too.
 
 The long form has more chats behind a router, too.
 """
@@ -140,21 +141,34 @@ def test_documents_that_are_asked_about_again(servers: list[Server]) -> None:
     assert total.by_tier["host"] > 0
 
 
-def test_sglangs_own_benchmark(servers: list[Server]) -> None:
-    sizes = {"groups": 8, "prompts": 3, "shared-tokens": 500, "question-tokens": 40}
-    sizes |= {"answer-tokens": 4, "turns": 3, "concurrency": 2}
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    args = ["--max-total-tokens", str(DEVICE_TOKENS), "--page-size", str(PAGE)]
+    log = tmp_path_factory.mktemp("plain") / "server.log"
+    with Server([*args, "--enable-cache-report"], log_path=log, stop="kill") as server:
+        yield server
+
+
+def test_sglangs_own_benchmark(servers: list[Server], plain: Server) -> None:
+    sizes = {"groups": 6, "prompts": 2, "shared-tokens": 500, "question-tokens": 40}
+    sizes |= {"answer-tokens": 4, "turns": 2, "concurrency": 2}
     flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    text = output("bench_serving.py", servers[0].url, *flags)
+    text = output("bench_serving.py", servers[0].url, "--without", plain.url, *flags)
     found = re.findall(
-        r"^(.*), with: (\d+) prompt tokens, device (\d+), host (\d+), storage (\d+); \d+ ms to the",
+        r"^(.*), (.*): (\d+) prompt tokens, device (\d+), host (\d+), storage (\d+); \d+ ms to the",
         text,
         re.MULTILINE,
     )
-    assert [what for what, *_ in found] == ["shared prefixes", "conversations"], text
-    for _, *counts in found:
-        prompt, device, host, storage = map(int, counts)
+    counts = {(what, side): tuple(map(int, each)) for what, side, *each in found}
+    assert len(counts) == 4, text
+    for what in ("shared prefixes", "conversations"):
+        prompt, *tiers = counts[what, "without"]
+        assert tiers[1:] == [0, 0], text
+        same_prompt, device, host, storage = counts[what, "with"]
+        assert same_prompt == prompt
         assert host > 0, text  # the device holds some of what returns
         assert prompt // 4 < device + host + storage < prompt, text
+        assert tiers[0] < device + host + storage, text
 
 
 needs_router = pytest.mark.skipif(bool(router_missing()), reason=router_missing())

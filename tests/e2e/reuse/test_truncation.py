@@ -25,12 +25,12 @@ from tests.e2e.hier_server import (
     state,
     tokens_and_logprobs,
 )
+from tests.e2e.openai_client import SYSTEM, WAYS, chat_about, connect, seen, text_of, through
 
 pytestmark = pytest.mark.e2e
 
 PAGE, CONTEXT = 16, 512
 NEW_TOKENS = 8
-SYSTEM = "You answer questions on programming. Be brief and precise."
 Answer = dict[str, Any]
 
 
@@ -62,12 +62,6 @@ def report(answer: Answer) -> dict[str, Any]:
     found = answer["meta_info"]["cached_tokens_details"]["hier_kv"]
     assert isinstance(found, dict)
     return found
-
-
-def text_of(num_tokens: int, seed: int) -> str:
-    (tokens,) = real_prompts([num_tokens], seed=seed)
-    text: str = load_tokenizer().decode(tokens)
-    return text.replace("<|", "")
 
 
 def test_a_conversation_that_overflows_again_and_again_keeps_its_kv(server: Server) -> None:
@@ -254,45 +248,8 @@ def test_chat_completions_keep_the_system_prompt_and_cut_between_messages(server
 
 @pytest.fixture(scope="module")
 def client(server: Server) -> Iterator[openai.OpenAI]:
-    # A connection for each request: SGLang closes an idle one after five seconds, which is when the
-    # client would still take it.
-    alone = httpx.Client(limits=httpx.Limits(max_keepalive_connections=0))
-    url = f"{server.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", max_retries=0, http_client=alone) as client:
+    with connect(server) as client:
         yield client
-
-
-def chat_about(num_tokens: int, seed: int) -> Any:
-    text = text_of(num_tokens, seed)
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}]
-
-
-def seen(usage: openai.types.CompletionUsage | None) -> tuple[int, dict[str, Any]]:
-    """Cached tokens, and what the extension says: `hier_kv` of `prompt_tokens_details`."""
-    assert usage is not None
-    assert usage.prompt_tokens_details is not None
-    extra = usage.prompt_tokens_details.model_extra
-    cached = usage.prompt_tokens_details.cached_tokens
-    assert cached is not None
-    return cached, (extra or {}).get("hier_kv") or {}
-
-
-def through(client: openai.OpenAI, way: str, num_tokens: int, seed: int) -> tuple[Any, Any]:
-    """One question in one of four ways; the usage and the header."""
-    common: dict[str, Any] = {"model": "m", "max_tokens": 4, "temperature": 0}
-    common |= {"stream": True, "stream_options": {"include_usage": True}} if "str" in way else {}
-    if "chat" in way:
-        create: Any = client.chat.completions.with_raw_response.create
-        raw = create(messages=chat_about(num_tokens, seed), **common)
-    else:
-        create = client.completions.with_raw_response.create
-        raw = create(prompt=text_of(num_tokens, seed), **common)
-    parsed = raw.parse()
-    usages = [one.usage for one in (list(parsed) if "str" in way else [parsed]) if one.usage]
-    return usages[-1], json.loads(raw.headers.get("x-hier-kv", "{}"))
-
-
-WAYS = ("chat", "streamed chat", "completion", "streamed completion")
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -6,6 +6,9 @@ import ast
 import json
 import logging
 import re
+import shutil
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -186,6 +189,59 @@ def test_an_sglang_without_its_source_is_refused_with_a_sentence(
     monkeypatch.setenv("SGLANG_HIER_KV_ALLOW_UNTESTED", "1")
     with pytest.raises(HierKVConfigError, match=r"with its source was expected at .*; install"):
         check_contract()
+
+
+# ---- a release is taken up (docs/upgrading.md) ----
+
+
+def run_record(folder: Path, *places: Path) -> tuple[int, str, str]:
+    """`python -m sglang_ext.seam.contract.record PLACES` of a copy of the contract."""
+    copy = folder / "sglang_ext"
+    if not copy.exists():
+        skipped = shutil.ignore_patterns("__pycache__", "kernels", "tiers")
+        shutil.copytree(ROOT / "sglang_ext", copy, ignore=skipped)
+    command = [sys.executable, "-m", "sglang_ext.seam.contract.record", *map(str, places)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    written = (copy / "seam" / "contract" / "tested.json").read_text()
+    return done.returncode, done.stderr, written
+
+
+def test_record_writes_the_releases_that_it_is_given(tmp_path: Path) -> None:
+    old, new = (SglangCopy(tmp_path / version, version) for version in ("0.5.99", UNTESTED))
+    new.add_statement(named("UnifiedRadixCache.checkpoint"))
+    new.add_parameter(named("Scheduler.run_batch"))
+    code, said, written = run_record(tmp_path, old.folder, new.folder)
+    assert (code, said) == (0, "")
+    releases = json.loads(written)
+    assert list(releases) == ["0.5.99", UNTESTED]
+    before, after = (releases[version]["names"] for version in releases)
+    assert set(before) == set(after) == {str(symbol) for symbol in SYMBOLS}
+    changed = {name for name in before if before[name] != after[name]}
+    expected = ("UnifiedRadixCache.checkpoint", "Scheduler.run_batch")
+    assert changed == {str(named(name)) for name in expected}
+    # A release that lacks a name cannot be recorded, and what was there stays.
+    new.rename(named("Scheduler.flush_cache"))
+    code, said, kept = run_record(tmp_path, old.folder, new.folder)
+    assert code == 1
+    assert said.splitlines()[0] == f"SGLang 0.6.0 lacks {named('Scheduler.flush_cache')}."
+    assert kept == written
+
+
+def test_every_pin_is_of_a_release_that_was_tested() -> None:
+    older, newest = reference_releases()
+    expected = {
+        "pyproject.toml": f'sglang = ["sglang>={older},<={newest}"]',
+        "Makefile": f"SGLANG := sglang=={newest}\n",
+        "deploy/Dockerfile": f"ARG SGLANG_VERSION={newest}\n",
+        "tests/e2e/releases/test_previous_release.py": f'RELEASE = "{older}"\n',
+        "README.md": f"sglang {newest} or {older}",
+        "docs/quickstart.md": f"SGLang {newest} or {older}",
+        "docs/upgrading.md": f"| {newest} | tested, all tests |\n| {older} | tested in part",
+    }
+    texts = {path: (ROOT / path).read_text() for path in expected}
+    assert [path for path, text in expected.items() if text not in texts[path]] == []
+    [releases] = re.findall(r"^RELEASES := (.*)$", texts["Makefile"], re.MULTILINE)
+    assert releases.split()[-2:] == [older, newest]
 
 
 # ---- the list is all that the code uses ----

@@ -41,7 +41,11 @@ OTHERS = (
     bytes, dict, Exception,
 )  # fmt: skip
 NOT_IN_A_FILE = {
+    "attn_cp_size": "SGLang has its ranks' widths in a table, by name",
+    "attn_dcp_size": "SGLang has its ranks' widths in a table, by name",
+    "attn_dp_rank": "SGLang has its ranks' widths in a table, by name",
     "attn_dp_size": "SGLang has its ranks' widths in a table, by name",
+    "attn_tp_rank": "SGLang has its ranks' widths in a table, by name",
     "attn_tp_size": "SGLang has its ranks' widths in a table, by name",
     "_model_config": "set from outside, and looked for with a default",
     "_raw_input": "set from outside, and looked for with a default",
@@ -51,6 +55,7 @@ NOT_IN_A_FILE = {
     "disaggregation_mode": "an argument, as `settings/arguments.py` has all of them",
     "get_internal_state_communicator": "named by a table, called by what is followed",
     "inc": "of prometheus' counters",
+    "nnodes": "an argument, as `settings/arguments.py` has all of them",
     "padding_values": "not in 0.5.22, and asked for behind `identity`, looked for with a default",
     "router": "of starlette's applications, set in them",
     "routes": "of starlette's routers",

@@ -1,0 +1,60 @@
+"""This process among the ranks that SGLang started."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang_ext.ranks.rank import RankPlace
+from sglang_ext.settings.compat import check_ranks
+
+
+def rank_place(ctx: Any) -> RankPlace:
+    """This process's place among the server's ranks.
+
+    Args:
+        ctx: SGLang's `TreeCacheBuildContext`.
+
+    Raises:
+        HierKVConfigError: ranks that work together in a way that is not served.
+    """
+    from sglang.srt.runtime_context import get_parallel
+
+    parallel = get_parallel()
+    check_ranks(
+        {
+            "attention context parallelism": parallel.attn_cp_size,
+            "decode context parallelism": parallel.attn_dcp_size,
+        }
+    )
+    if parallel.attn_dp_size > 1:
+        tp_rank, dp_rank = parallel.attn_tp_rank, parallel.attn_dp_rank
+        return RankPlace(tp_rank, parallel.attn_tp_size, dp_rank, parallel.attn_dp_size, True)
+    return RankPlace(
+        ctx.tp_rank,
+        ctx.tp_size,
+        parallel.dp_rank or 0,
+        parallel.dp_size,
+        num_nodes=parallel.nnodes,
+        pp_rank=parallel.pp_rank,
+        pp_size=parallel.pp_size,
+    )
+
+
+def node_rank() -> int:
+    """Number of the node that this process runs on."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return int(get_parallel().node_rank)
+
+
+def group_of_nodes(ctx: Any, place: RankPlace) -> Any:
+    """The process group, on CPUs, of all ranks on all nodes.
+
+    Args:
+        ctx: SGLang's `TreeCacheBuildContext`.
+        place: of this process.
+    """
+    from sglang.srt.distributed.parallel_state import get_world_group
+
+    ranks = ctx.tp_group if place.pp_size == 1 else get_world_group()
+    return ranks.cpu_group
