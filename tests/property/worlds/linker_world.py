@@ -15,7 +15,7 @@ import hashlib
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool  # noqa: E402
 
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.pools import describe_pool  # noqa: E402
+from sglang_ext.device.ports import DevicePort  # noqa: E402
 from sglang_ext.device.ports.host import HostPort  # noqa: E402
 from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.device.transfers import Place  # noqa: E402
@@ -53,6 +54,9 @@ LAYERS, PAGE, HEADS, DIM = 3, 4, 2, 8
 DEVICE_PAGES, ARENA_SLOTS = 64, 28
 DOCUMENTS, PAGES_PER_DOCUMENT, SHARED_PAGES = 6, 6, 3
 DISK_BYTES, SEGMENT_BYTES = 256 << 10, 64 << 10
+ALL_LAYERS = range(LAYERS)
+# Where the pool is a device's: of a ring of four buffers that hold three pages of a layer each.
+RING_BYTES = 4 * 3 * 2 * PAGE * HEADS * DIM * 2
 POISON_ROW = -77.0
 POISON_BYTE = 0xA7
 MAX_POSITION = 64
@@ -68,15 +72,19 @@ class TrappedArena(HostArena):
     def __init__(self, num_slots: int, slot_bytes: int) -> None:
         super().__init__(num_slots, slot_bytes)
         self.slots[:] = POISON_BYTE
+        # Called when the calling thread writes a slot, or looks at a free one.
+        self.note: Callable[[str, int], None] = lambda what, slot: None
 
     def _push(self, slots: Slots) -> None:
         for slot in slots.tolist():
+            self.note("free", slot)
             self.slots[slot] = POISON_BYTE
         super()._push(slots)
 
     def alloc(self, count: int) -> Slots:
         taken = super().alloc(count)
         for slot in taken.tolist():
+            self.note("take", slot)
             if not (self.slots[slot] == POISON_BYTE).all():
                 raise Trap(f"arena slot {slot} was written while it was free")
         return taken
@@ -85,6 +93,7 @@ class TrappedArena(HostArena):
         """Verifies every free slot."""
         with self._lock:
             for slot in self._stack[: self._num_free].tolist():
+                self.note("look at", slot)
                 if not (self.slots[slot] == POISON_BYTE).all():
                     raise Trap(f"arena slot {slot} was written while it was free")
 
@@ -94,6 +103,8 @@ class BadDisk(FileIO):
 
     def __init__(self, rng: random.Random) -> None:
         self.trouble = 0.0
+        # Called with what the calling thread reads from the disk (True) or writes there.
+        self.note: Callable[[Sequence[memoryview], bool], None] = lambda buffers, is_read: None
         self._rng = rng
         self._lock = threading.Lock()
 
@@ -107,10 +118,12 @@ class BadDisk(FileIO):
 
     def pwritev(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._may_fail()
+        self.note(buffers, False)
         return super().pwritev(fd, buffers, offset)
 
     def preadv(self, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
         self._may_fail()
+        self.note(buffers, True)
         return super().preadv(fd, buffers, offset)
 
 
@@ -183,7 +196,15 @@ class Batch:
 
 
 class World:
-    """One linker with everything around it; `step` does one random thing."""
+    """One linker with everything around it; `step` does one random thing.
+
+    It has many methods because each is one thing that may happen.
+
+    Attributes:
+        forwards: the stream that forwards run on; None where the CPU does the work.
+    """
+
+    forwards: Any = None
 
     def __init__(
         self,
@@ -197,7 +218,7 @@ class World:
     ) -> None:
         self.rng = random.Random(seed)
         self.disk_io = BadDisk(random.Random(seed + 1))
-        self.kernels = RoughKernels(random.Random(seed + 2))
+        self.kernels: Any = self._make_kernels(random.Random(seed + 2))
         self.kv_pool = MHATokenToKVPool(
             DEVICE_PAGES * PAGE, PAGE, torch.bfloat16, HEADS, DIM, LAYERS, "cpu", False
         )
@@ -216,6 +237,7 @@ class World:
         self.store = PageStore(self.arena, PageIndex(512), self.disk, store_config)
         if self.disk is not None:
             self.store.connect(self.disk)
+        port = self._open_port()
         copier = PageCopier(
             pool, layout, _ropes(), self.arena.slots, mode=mode, kernels=self.kernels
         )
@@ -225,8 +247,9 @@ class World:
             num_layers=LAYERS,
             page_size=PAGE,
             kv_pool=self.kv_pool,
-            port=HostPort(),
-            forward_stream=None,
+            port=port,
+            forward_stream=self.forwards,
+            ring_bytes=RING_BYTES,
         )
         self.kv_pool.register_layer_transfer_counter(self.linker.layer_done_counter)
         self.chains = self._make_chains()
@@ -242,6 +265,18 @@ class World:
         self.counts: dict[str, int] = {}
         self._next_rid = 0
         self._canaries: dict[tuple[int, bytes], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def _make_kernels(self, rng: random.Random) -> Any:
+        return RoughKernels(rng)
+
+    def _open_port(self) -> DevicePort:
+        """What the pool lies on; the arena is there by now."""
+        return HostPort()
+
+    def at_rows(
+        self, what: str, pages: Sequence[int], *, writes: bool, layers: Sequence[int] = ALL_LAYERS
+    ) -> None:
+        """A forward reads or writes device pages, in some layers; the CPU does so in order."""
 
     # ---- content ----
 
@@ -288,6 +323,7 @@ class World:
 
     def write(self, chain: Chain, index: int, page: int) -> None:
         k, v = self.canary(chain, index)
+        self.at_rows("computes", [page], writes=True)
         for layer in range(LAYERS):
             self.kv_pool.k_buffer[layer][self.rows(page)] = k[layer]
             self.kv_pool.v_buffer[layer][self.rows(page)] = v[layer]
@@ -296,18 +332,25 @@ class World:
         k, v = self.canary(chain, index)
         for layer in layers:
             # The pool's own getters wait for the layer, as the forward does.
-            found_k = self.kv_pool.get_key_buffer(layer)[self.rows(page)]
-            found_v = self.kv_pool.get_value_buffer(layer)[self.rows(page)]
+            buffers = self.layer_of(layer)
+            self.at_rows("reads", [page], writes=False, layers=[layer])
+            found_k, found_v = (buffer[self.rows(page)] for buffer in buffers)
             if not (_same(found_k, k[layer]) and _same(found_v, v[layer])):
                 raise Trap(f"device page {page} is not page {index} of its chain, layer {layer}")
 
+    def layer_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of a layer, when a forward may read them."""
+        return self.kv_pool.get_key_buffer(layer), self.kv_pool.get_value_buffer(layer)
+
     def _poison(self, page: int) -> None:
+        self.at_rows("writes over freed rows", [page], writes=True)
         for buffer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer):
             buffer[self.rows(page)] = POISON_ROW
 
     def check_poison(self) -> None:
         """No free row of the device, and no free slot of the arena, was written."""
         pages = torch.tensor(self.free, dtype=torch.int64)
+        self.at_rows("looks at freed rows", self.free, writes=False)
         for buffer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer):
             rows = buffer.view(-1, PAGE * HEADS * DIM)[pages]
             if not (rows == POISON_ROW).all():

@@ -44,6 +44,7 @@ from sglang_ext.admission.load_or_compute import DramChoice, LoadOrCompute  # no
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.pools import describe_pool  # noqa: E402
+from sglang_ext.device.ports import DevicePort  # noqa: E402
 from sglang_ext.device.ports.host import HostPort  # noqa: E402
 from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
@@ -71,6 +72,8 @@ MAX_TOKENS = 64
 DIGEST = b"m" * 32
 EXACT_BIT = 0  # element of a row that is 1.0 when the row is not exact
 IDENTITY = 1  # elements from here on say whose row it is
+# Where the pool is a device's: of a ring of four buffers that hold three pages of a layer each.
+RING_BYTES = 4 * 3 * 2 * PAGE * HEADS * DIM * 2
 
 
 class LossyCodec(PageTranscoder):
@@ -188,7 +191,18 @@ class TextScheduler:
 
 
 class World:
-    """One server's cache; `step` does one random thing."""
+    """One server's cache; `step` does one random thing.
+
+    It has many methods because each is one thing that may happen.
+
+    Attributes:
+        forwards: the stream that forwards run on; None where the CPU does the work.
+        kernels: that copy pages.
+    """
+
+    forwards: Any = None
+    kernels: Any = rope_kernels
+    arena_type: ClassVar[type[HostArena]] = HostArena
 
     def __init__(
         self,
@@ -240,7 +254,7 @@ class World:
         if shared is not None:
             num_bytes = host_pages * self.layout.slot_bytes
             memory = shared.setdefault("memory", mmap.mmap(-1, num_bytes))
-        self.arena = HostArena(
+        self.arena = self.arena_type(
             host_pages, self.layout.slot_bytes, memory=memory, is_borrowed=not keeps
         )
         disk: DiskTier | None = None
@@ -259,8 +273,9 @@ class World:
             self.store.connect(disk)
         self.store.open_namespace(DIGEST, {})
         ropes = ropes or [LayerRope(None, movable=True) for _ in range(LAYERS)]
+        port = self._open_port()
         copier = PageCopier(
-            pool, self.layout, ropes, self.arena.slots, mode="pre", kernels=rope_kernels
+            pool, self.layout, ropes, self.arena.slots, mode="pre", kernels=self.kernels
         )
         linker = HierKVLinker(
             self.store,
@@ -268,8 +283,9 @@ class World:
             num_layers=LAYERS,
             page_size=PAGE,
             kv_pool=self.kv_pool,
-            port=HostPort(),
-            forward_stream=None,
+            port=port,
+            forward_stream=self.forwards,
+            ring_bytes=RING_BYTES,
             accepts_all=is_one_of_many,
         )
         params = CacheInitParams(
@@ -305,6 +321,13 @@ class World:
         self._positions: dict[bytes, int] = {}  # of pages that were inserted, by hash
         self._next = 0
 
+    def _open_port(self) -> DevicePort:
+        """What the pool lies on; the arena is there by now."""
+        return HostPort()
+
+    def at_rows(self, what: str, rows: torch.Tensor, *, writes: bool) -> None:
+        """A forward reads or writes rows of all layers; the CPU does so in order."""
+
     @property
     def space(self) -> KeySpace:
         """The key space of now."""
@@ -318,6 +341,7 @@ class World:
 
     def inexact(self, rows: torch.Tensor) -> bool:
         """Whether any of these rows of the device is not exact, in any layer."""
+        self.at_rows("looks at", rows, writes=False)
         buffers = (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer)
         return any(bool(buffer[:, -1, EXACT_BIT][rows].any()) for buffer in buffers)
 
@@ -337,6 +361,7 @@ class World:
         new = torch.zeros(end - start, HEADS, DIM, dtype=torch.bfloat16)
         new[..., EXACT_BIT] = inexact
         new[..., IDENTITY : IDENTITY + 4] = self.row_values(req.tokens, end)[start:, None]
+        self.at_rows("computes", rows[start:], writes=True)
         for buffer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer):
             buffer[rows[start:]] = new
 
@@ -348,6 +373,7 @@ class World:
             return
         rows = self.rows_of(req, 0, end)
         expected = self.row_values(req.tokens, end)
+        self.at_rows("attends to", rows, writes=False)
         for buffer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer):
             if not torch.equal(buffer[:, 0, IDENTITY : IDENTITY + 4][rows], expected):
                 raise Wrong(f"rows of {req.rid} are another's")

@@ -227,6 +227,7 @@ class TruncationWorld(World):
         return tuple(tokens[: self.truncator.head_of(tokens)])
 
     def read_prints(self, rows: torch.Tensor, buffer: torch.Tensor) -> list[int]:
+        self.at_rows("attends to", rows, writes=False)
         parts = buffer[:, 0, IDENTITY : IDENTITY + 4][rows].to(torch.int64)
         return [int(a | b << 7 | c << 14 | d << 21) for a, b, c, d in parts.tolist()]
 
@@ -242,6 +243,7 @@ class TruncationWorld(World):
         new[..., EXACT_BIT] = float(inexact)
         parts = [[value >> shift & 127 for shift in (0, 7, 14, 21)] for value in values]
         new[..., IDENTITY : IDENTITY + 4] = torch.tensor(parts, dtype=torch.bfloat16)[:, None]
+        self.at_rows("computes", rows[start:], writes=True)
         for buffer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer):
             buffer[rows[start:]] = new
 
@@ -333,7 +335,14 @@ class TruncationWorld(World):
             self.counts[kind] = self.counts.get(kind, 0) + 1
 
 
-def world(folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> TruncationWorld:
+def world(
+    folder: Path,
+    patch: pytest.MonkeyPatch,
+    seed: int,
+    *,
+    kind: type[TruncationWorld] = TruncationWorld,
+    **options: Any,
+) -> TruncationWorld:
     """A world with the options that a seed draws."""
     rng = random.Random(seed)
     drawn: dict[str, Any] = {
@@ -342,4 +351,4 @@ def world(folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) ->
         "device_pages": rng.choice((100, 140, 200)),
         "host_pages": rng.choice((100, 200, 400)),
     }
-    return TruncationWorld(folder, patch, seed, **{**drawn, **options})
+    return kind(folder, patch, seed, **{**drawn, **options})
