@@ -5,7 +5,8 @@ on with its disk, on a small device, where the first rank alone makes of an imag
 (`--enable-broadcast-mm-inputs-process`). SGLang's rank consensus checker is on: it ends the server
 when ranks decide differently.
 
-By default texts with marks of images meet servers that broadcast; the long form has others, too.
+By default texts with marks of images meet servers that broadcast, and `test_image_states.py` has
+images of two ranks; the long form has all of it.
 """
 
 from __future__ import annotations
@@ -147,6 +148,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
     )  # fmt: skip
 
 
+@pytest.mark.long
 def test_images_come_back_on_all_ranks_from_dram_and_from_disk(served: Served) -> None:
     """Bit for bit as they do from the devices of plain SGLang."""
     check_right(served.found, served.computed)
@@ -155,6 +157,7 @@ def test_images_come_back_on_all_ranks_from_dram_and_from_disk(served: Served) -
     check_hits(served.from_disk, served.hits, "disk", above=700)
 
 
+@pytest.mark.long
 def test_another_image_in_the_same_text_is_another_prompt(served: Served) -> None:
     right = [served.right[prompt] for prompt in OTHERS]
     (_, one), (_, other) = values(right)
@@ -163,6 +166,7 @@ def test_another_image_in_the_same_text_is_another_prompt(served: Served) -> Non
     assert cached(served.alike[1:2])[0] < 100, "the text before the image, and no more"
 
 
+@pytest.mark.long
 def test_an_unnamed_image_beside_named_ones_is_neither_stored_nor_loaded(served: Served) -> None:
     """Two images under one name are one to SGLang; the store never hears of it."""
     mine, named, _, named_again, mine_again = served.unnamed

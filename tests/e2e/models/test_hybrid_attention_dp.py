@@ -8,7 +8,7 @@ the disk that a server left when it was killed. What another group has stored is
 have one remote store, and else none. Window layers have K and V of another shape than full ones
 (MiMo V2) or of the same (Mellum, by groups of two ranks), or layers have a state.
 
-By default states; the long form has window layers, too.
+By default states come back to a group; the long form has window layers, too, and a remote store.
 """
 
 from __future__ import annotations
@@ -179,7 +179,7 @@ def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Pa
             check_hits(answers(server, prompts, group), wanted, "disk", above=10 * PAGE)
 
 
-@pytest.mark.sampled("states")
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_group_puts_into_a_store_it_and_another_one_restore(
     name: str, tmp_path: Path

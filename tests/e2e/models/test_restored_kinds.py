@@ -200,7 +200,7 @@ def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[Any]
     return out
 
 
-@pytest.mark.sampled("gpt-oss", "chunks", "two-shapes-mimo")
+@pytest.mark.sampled("chunks", "two-shapes-mimo")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_hit_from_every_tier_is_what_the_device_would_have_given(
     name: str, tmp_path: Path

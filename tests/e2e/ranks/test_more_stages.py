@@ -6,8 +6,8 @@ SGLang's own device hits with the same flags, and so is what is computed where o
 lost its pages. Where the disk of one rank is slow all compute, and where that rank is killed the
 server ends. SGLang's rank consensus checker is on.
 
-By default latent rows with a remote store, four stages, states on two ranks a stage, and states
-beside latent rows; the long form has all `WAYS`.
+By default latent rows with a remote store, and states beside latent rows; the long form has all
+`WAYS`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.e2e.remote.test_remote import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.sampled("latent-remote", "four", "latent-states"),
+    pytest.mark.sampled("latent-remote", "latent-states"),
 ]
 
 HEADER_BYTES = 4096

@@ -1,6 +1,8 @@
 """Conversations that overflow on two ranks of a model with MLA, one of which keeps all pages.
 
 Answers are compared with those that one rank gives to the same prompts, cut and moved alike.
+
+Of the long form: by default `test_truncated_ranks.py` has two ranks that each keep their own.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from tests.e2e.remote.latent_model import write_latent_model
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
+@pytest.mark.long
 def test_two_ranks_move_the_keepers_pages_as_one_moves_its_own(tmp_path: Path) -> None:
     model = write_latent_model(tmp_path / "model")
     texts = list(real_prompts([max(LENGTHS)] * NUM_CHATS, seed=31))

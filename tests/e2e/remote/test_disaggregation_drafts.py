@@ -3,8 +3,8 @@
 A page holds the draft's rows behind the model's. What the pair answers and guesses, and each byte
 that the two store, is what one server answers, guesses and stores that has all on its device.
 
-By default two ranks run EAGLE (and NEXTN in test_disaggregation_index.py); the long form has both
-with one rank and two, and EAGLE3.
+By default one rank runs EAGLE; the long form has NEXTN and EAGLE3, too, with one rank and two, and
+what a decode server retracts.
 """
 
 from __future__ import annotations
@@ -102,6 +102,7 @@ def test_the_drafts_rows_are_handed_on_and_come_back(
         check_bytes(pair, folder, tmp_path / "one", are_alike=kind == "nextn")
 
 
+@pytest.mark.long  # what is not verified is looked at in models/test_speculation.py, too
 def test_rows_of_a_draft_that_a_retraction_lost_are_not_stored(tmp_path: Path) -> None:
     """SGLang takes the model's rows aside and not the draft's; other requests' lie there then.
 

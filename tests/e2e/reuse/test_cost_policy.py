@@ -112,11 +112,11 @@ def test_a_crawling_disk_is_not_waited_for(run: Run) -> None:
 def test_a_fast_disk_is_loaded_from_again(run: Run) -> None:
     """After how many requests depends on how fast the machine computes just then.
 
-    With a given speed of computing it is five: tests/unit/admission/test_load_or_compute.py.
+    With a given speed of computing it is five: tests/unit/admission/test_load_or_compute.py. What
+    was to be computed when it entered the queue, and counted so, may be judged again at its turn.
     """
     loaded = [by_tier(answer).get("disk", 0) for answer in run.lifted]
     assert loaded[-1] == LENGTH // PAGE * PAGE, (loaded, run.end_state)
-    assert run.end_state["host"]["cost_load"] > run.crawling_state["host"]["cost_load"]
 
 
 def test_answers_do_not_depend_on_the_choice(run: Run) -> None:

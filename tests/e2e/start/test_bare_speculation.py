@@ -1,6 +1,6 @@
 """SGLang's speculative decoding on a CPU: greedy answers are those of a server without it.
 
-By default a draft and trees; the long form has every way.
+By default trees; the long form has every way.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> list[list[int]]:
 
 # Each with the least share of guesses that must be right: a draft of the target's own weights
 # guesses nearly all, and a repetition is seen by a table of what was said.
-@pytest.mark.sampled("eagle", "ngram-trees")
+@pytest.mark.sampled("ngram-trees")
 @pytest.mark.parametrize(
     ("args", "model", "least"),
     [

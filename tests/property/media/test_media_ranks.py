@@ -101,6 +101,7 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
 
 
+@pytest.mark.sampled("two-*")
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("own", CASES.values(), ids=list(CASES))
 def test_ranks_decide_alike(

@@ -221,6 +221,7 @@ def test_capacity_adds_up_and_writes_stay_bounded() -> None:
     assert per_hit["auto"] <= 1.3 * per_hit["write_through"], per_hit
 
 
+@pytest.mark.sampled("on")
 @pytest.mark.parametrize("placement", [PolicyConfig(), None], ids=["on", "off"])
 def test_prompts_that_come_back_often_are_not_written_at_every_turn(
     placement: PolicyConfig | None,
