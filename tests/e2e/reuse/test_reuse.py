@@ -95,7 +95,7 @@ def test_reuses_97_percent_of_what_can_be_reused(
         for sample in run.samples
         if sample.reused_tokens < sample.reusable_tokens
     ]
-    assert rate >= 0.97, (short, run.state["host"])
+    assert rate >= 0.97, f"{short} {run.state['host']}"
     assert plain_rate < 0.5, "the device pool must not hold the working set"
 
 
