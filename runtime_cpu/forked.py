@@ -131,18 +131,15 @@ class Nursery:
         base, path = (each.get(_PATH, "").split(os.pathsep) for each in (self._base, env))
         return set(base) <= set(path) and all(map(_comes_late, set(path) - set(base)))
 
-    def start(
-        self, args: Sequence[str], env: Mapping[str, str], log: IO[bytes], script: str = ""
-    ) -> ForkedServer:
+    def start(self, args: Sequence[str], env: Mapping[str, str], log: IO[bytes]) -> ForkedServer:
         """Forks a server.
 
         Args:
-            args: arguments behind ``python -m sglang.launch_server``, or behind `script`.
+            args: arguments behind ``python -m sglang.launch_server``.
             env: its whole environment.
             log: takes stdout and stderr.
-            script: a file that starts an engine of one rank, to run instead of a server.
         """
-        job = Job(list(args), dict(env), os.getcwd(), children(args, env), script)
+        job = Job(list(args), dict(env), os.getcwd(), children(args, env))
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             socket.send_fds(

@@ -69,18 +69,16 @@ class Job:
     """One server.
 
     Attributes:
-        argv: arguments behind ``python -m sglang.launch_server``, or behind `script`.
+        argv: arguments behind ``python -m sglang.launch_server``.
         env: the whole environment.
         cwd: the working directory.
         children: the processes that it will start.
-        script: a file to run instead of SGLang's server.
     """
 
     argv: list[str]
     env: dict[str, str]
     cwd: str
     children: Children
-    script: str = ""
 
 
 class _Child:
@@ -186,10 +184,6 @@ def _run_server(job: Job, log_fd: int) -> None:
     _extend_path(job.env.get("PYTHONPATH", ""))
     random.seed()
     _use_children(job.children)
-    if job.script:
-        sys.argv = [job.script, *job.argv]
-        runpy.run_path(job.script, run_name="__main__")
-        return
     setproctitle(" ".join([sys.executable, "-m", SERVER_MODULE, *job.argv]))
     sys.argv = [SERVER_MODULE, *job.argv]
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)

@@ -439,25 +439,6 @@ class Server:
         return self.log()[-_LOG_TAIL_CHARS:]
 
 
-def run_engine(script: Path, args: Sequence[str], log_path: Path) -> tuple[int, str]:
-    """Runs a script that starts an ``sglang.Engine`` of one rank on the CPU, and waits for its end.
-
-    Returns:
-        Its exit code, and what it printed to stdout and stderr.
-    """
-    env = _environment(None, "cpu")
-    with log_path.open("wb") as log:
-        nursery = _nursery(None) if os.environ.get(FORK_SERVERS) else None
-        if nursery is not None and nursery.can_start([], env):
-            code = nursery.start(args, env, log, str(script)).wait()
-        else:
-            command = [sys.executable, str(script), *args]
-            code = subprocess.run(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=env, check=False
-            ).returncode
-    return code, log_path.read_text(errors="replace")
-
-
 @functools.cache
 def _nursery(release: Path | None) -> Nursery:
     name = f"zygote-{os.getpid()}{f'-{release.name}' if release else ''}.log"

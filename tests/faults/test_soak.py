@@ -1,6 +1,7 @@
-"""The soak's own rounds, a few of them: two servers over the same folders, both killed.
+"""The soak: mixed traffic over three servers in a row, and whether anything grows.
 
-`python -m bench.soak` goes on for an hour, and looks whether anything grows.
+By default some five minutes of it: servers of fewer rounds than `python -m bench.soak` has, whose
+bounds these are. The long form has its six rounds before an end, and as many again as are counted.
 """
 
 from __future__ import annotations
@@ -13,20 +14,25 @@ from bench.soak.life import Soak
 from bench.soak.probes import Probes
 from bench.soak.report import make_report
 from bench.soak.world import World
+from tests.long_form import either
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
+SHORT_LIFE = either(3, 6)  # rounds of a server that is ended soon
+LONG_LIFE = either(10, 20)  # of which memory is bounded behind the first six
 
-@pytest.mark.long
-def test_mixed_traffic_over_two_servers_is_answered_as_it_should_be(tmp_path: Path) -> None:
+
+def test_mixed_traffic_over_three_servers_is_answered_as_it_should_be(tmp_path: Path) -> None:
     world = World.make(tmp_path)
     soak = Soak(world, Probes.learn(world), print)
-    soak.live("kill", lambda num_rounds: num_rounds < 2)
-    soak.live("kill", lambda num_rounds: num_rounds < 1)
+    soak.live("kill", lambda num_rounds: num_rounds < SHORT_LIFE)
+    soak.live("terminate", lambda num_rounds: num_rounds < SHORT_LIFE)
+    soak.live("terminate", lambda num_rounds: num_rounds < LONG_LIFE, beside_plain=True)
     report = make_report(soak)
     counts, reused = report.results["counts"], report.results["probes_reused"]
-    assert counts["weights changed under traffic"] == 1
+    assert counts["weights changed under traffic"] == soak.num_rounds // 3
     assert counts["answered"] > 0
     assert counts["aborted running"] + counts["hung up"] > 0
     assert reused["device"] > 0
     assert reused["host"] + reused.get("disk", 0) > 0
+    assert report.results["lives"][-1]["plain_rss_mib_growth"] is not None

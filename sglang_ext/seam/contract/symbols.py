@@ -354,8 +354,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.managers.tp_worker", "BaseTpWorker"): "model_runner",
         ("srt.distributed.parallel_state", "GroupCoordinator"): "world_size cpu_group",
         ("srt.mem_cache.registry", "TreeCacheBuildContext"): (
-            "server_args params is_hybrid_swa is_hybrid_ssm tp_worker model_config tp_size tp_rank "
-            "tp_group"
+            "server_args params is_hybrid_swa is_hybrid_ssm is_dsa disable_radix_cache tp_worker "
+            "model_config tp_size tp_rank tp_group"
         ),
         ("srt.model_executor.cuda_graph_config", "CudaGraphConfig"): "prefill",
         ("srt.model_executor.cuda_graph_config", "PhaseConfig"): "backend",

@@ -4,8 +4,8 @@ What is restored is compared with plain SGLang's own device hits on two ranks bi
 one rank has lost what the other has, with what transformers computes for the same tokens. SGLang's
 rank consensus checker is on: it ends the server when ranks decide differently.
 
-By default states beside latent rows come back from each tier; the long form has each kind, what one
-rank alone has lost, and many requests at once.
+By default windows and states beside latent rows come back from each tier; the long form has each
+kind, what one rank alone has lost, and many requests at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from tests.long_form import either
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.sampled("states-beside-latent-rows"),
+    pytest.mark.sampled("windows", "states-beside-latent-rows"),
 ]
 
 PAGE, HEADER_BYTES = 64, 4096

@@ -4,8 +4,8 @@ Groups of ranks serve requests of their own, each with a store of its own; exper
 shares on all ranks. DeepSeek V3.2 and GLM-5 are served so. `test_attention_dp.py` has what does not
 depend on what a page holds.
 
-Of the long form: by default `test_hybrid_attention_dp.py` has groups, and other tests have these
-models.
+By default a model with an index has groups of one rank; the long form has a draft layer, too, and
+both with groups of two ranks.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def check_restored(
     return found
 
 
-@pytest.mark.long
+@pytest.mark.sampled("index-two-ranks")
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_group_restores_answers_as_a_device_hit(case: str, tmp_path: Path) -> None:
     """Of the same group: where its rows lie in a product may round otherwise."""

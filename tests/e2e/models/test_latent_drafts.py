@@ -4,8 +4,7 @@ As DeepSeek V3, and with rows of an index as DeepSeek V3.2 and GLM-5: a page hol
 rows behind the model's. What is restored is compared with a device hit bit for bit, as is how many
 guesses of the draft are right; without the draft layer's rows fewer are.
 
-Of the long form: by default `test_speculation.py` has drafts that restored prefixes help, and
-`test_latent_traffic.py` these models under updates.
+By default a model with rows of an index runs; the long form has all, and two ranks.
 """
 
 from __future__ import annotations
@@ -106,7 +105,7 @@ def lose_draft_rows(folder: Path, kind: str) -> int:
     return num
 
 
-@pytest.mark.long
+@pytest.mark.sampled("glm")
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_restored_answers_and_guesses_as_a_device_hit(kind: str, tmp_path: Path) -> None:
     write_nextn_model(tmp_path / "model", kind)

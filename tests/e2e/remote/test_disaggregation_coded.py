@@ -2,7 +2,7 @@
 
 What the pair answers is what one server answers that has all on its device and codes nothing.
 
-By default latent rows with an index; the long form has the other kinds, and two ranks.
+By default K and V of every head; the long form has the other kinds, and two ranks.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
     return made.on_ranks(num_ranks)
 
 
-@pytest.mark.sampled("indexed-1")
+@pytest.mark.sampled("mha-1")
 @pytest.mark.parametrize(("kind", "num_ranks"), CASES)
 def test_what_is_coded_without_loss_comes_back_as_it_was(
     kind: str, num_ranks: int, tmp_path: Path

@@ -102,7 +102,7 @@ def test_the_drafts_rows_are_handed_on_and_come_back(
         check_bytes(pair, folder, tmp_path / "one", are_alike=kind == "nextn")
 
 
-@pytest.mark.long  # what is not verified is looked at in models/test_speculation.py, too
+@pytest.mark.long  # what SGLang keeps is looked at in unit/seam/test_handover_hooks.py
 def test_rows_of_a_draft_that_a_retraction_lost_are_not_stored(tmp_path: Path) -> None:
     """SGLang takes the model's rows aside and not the draft's; other requests' lie there then.
 

@@ -2,9 +2,9 @@
 
 SGLang sends the index's rows apart from the latent ones, behind the last part of these. What the
 pair answers is what one server answers that has all on its device, and each byte that the two
-store, the index's rows and a draft layer's among them, is one that this server stores.
-
-Of the long form: by default `test_disaggregation_coded.py` hands such rows on.
+store, the index's rows and a draft layer's among them, is one that this server stores. By
+default one kind runs that has all of it; the long form has every one, another server behind a kill,
+and what a decode server retracts.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def set_up(name: str, has_draft: bool, num_ranks: int, folder: Path) -> SetUp:
     return SetUp(args, write(folder / "model", name), {}).on_ranks(num_ranks)
 
 
-@pytest.mark.long
+@pytest.mark.sampled("deepseek-True-1")
 @pytest.mark.parametrize(("name", "has_draft", "num_ranks"), CASES)
 def test_index_rows_are_handed_on_and_come_back(
     name: str, has_draft: bool, num_ranks: int, tmp_path: Path

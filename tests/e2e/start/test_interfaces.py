@@ -7,7 +7,9 @@ By default the last of three servers over one folder is started as ever; in the 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -22,7 +24,7 @@ from sglang_ext.admission.miss_reasons import REASONS
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.values import flag_name
 from testkit.requests import flush_device
-from testkit.server import FORK_SERVERS, TINYLM, Leftovers, Server, run_engine
+from testkit.server import FORK_SERVERS, ROOT, TINYLM, Leftovers, Server
 from tests.e2e.hier_server import (
     PAGE,
     ask,
@@ -324,7 +326,7 @@ def cached(engine, ids):
 
 if __name__ == "__main__":  # SGLang's child processes import this file
     folder, model = sys.argv[1:]
-    prompts = json.load(open(folder + "/prompts.json"))
+    prompts = json.load(sys.stdin)
     # In float32 rounding does not decide between two tokens, computed and behind a prefix.
     plain = dict(model_path=model, device="cpu", attention_backend="torch_native", dtype="float32",
                  sampling_backend="pytorch", max_total_tokens=2048, log_level="warning")
@@ -348,12 +350,18 @@ def test_engine_reuses_what_its_pool_evicted(tmp_path: Path) -> None:
     prompts = list(real_prompts([900] * 5, seed=7))  # two fit into the pool
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
-    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    log = tmp_path / "engine.log"
-    code, printed = run_engine(script, [str(tmp_path), str(TINYLM)], log)
-    assert code == 0, printed[-4000:]
-    (line,) = (line for line in printed.splitlines() if line.startswith('{"errors"'))
-    found = json.loads(line)
+    done = subprocess.run(
+        [sys.executable, str(script), str(tmp_path), str(TINYLM)],
+        input=json.dumps(prompts),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env=launch.environment({**os.environ, "PYTHONUNBUFFERED": "1"}),
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found = json.loads(done.stdout.splitlines()[-1])
     alone, unknown, bad = found["errors"]
     assert "hier_kv_host_size was given without enable_hier_kv=True" in alone
     assert "unknown setting hier_kv_nonsense" in unknown

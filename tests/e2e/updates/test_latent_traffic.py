@@ -3,7 +3,7 @@
 As `test_weight_traffic.py`, whose traffic and checks these are: pages hold rows of the model and of
 its draft layer, both of which an update changes.
 
-By default one with both; the long form has each alone, the draft on two ranks.
+Of the long form: one with both, and each alone, the draft on two ranks.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def answers_of(
     return found
 
 
-@pytest.mark.sampled("index and draft")
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_updates_under_traffic(case: str, tmp_path: Path) -> None:
     kind, has_draft, num_ranks = CASES[case]
