@@ -207,8 +207,8 @@ def run_until_found(
         hangs: ranks that wait for one another in vain are what the mistake may lead to.
     """
     patch.setattr(ranks_world, "WAIT_S", SHORT_WAIT_S)
-    shows_nothing = (TooFewLoadsError, ranks_world.WaitedInVainError)
-    shows_nothing += () if hangs else (threading.BrokenBarrierError,)
+    in_vain = () if hangs else (threading.BrokenBarrierError,)
+    shows_nothing = (TooFewLoadsError, ranks_world.WaitedInVainError, *in_vain)
     for seed in range(1, 1 + num_worlds):
         with contextlib.suppress(*shows_nothing):
             run(folder / str(seed), seed)
