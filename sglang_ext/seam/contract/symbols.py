@@ -311,16 +311,22 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         ("srt.mem_cache.unified_cache.component_type", ""): "ComponentType",
         ("srt.mem_cache.unified_cache.component_type", "ComponentType"): "FULL MAMBA SWA",
+        ("srt.mem_cache.unified_cache.components.base", "TreeComponent"): "component_type",
         (_WINDOWS, "SWAComponent"): "full_window_pages",
         (_STATES, "MambaComponent"): "mamba_checkpoint_grid",
         (_POOLS, "HybridLinearKVPool"): "full_kv_pool full_attention_layer_id_mapping",
         (_POOLS, "HybridReqToTokenPool"): "mamba_pool mamba_map mamba_ckpt_pool",
         (_POOLS, "MambaPool"): "mamba_cache replayssm_write_pos _slot_siblings",
+        (_POOLS, "KVCache"): "layer_num start_layer register_layer_transfer_counter",
         ("srt.mem_cache.base_prefix_cache", "EvictParams"): "mamba_num",
         ("srt.mem_cache.swa_memory_pool", "SWAKVPool"): (
             "full_kv_pool swa_kv_pool layers_mapping page_size"
         ),
-        ("srt.layers.radix_attention", "RadixAttention"): "layer_id attn_type tp_q_head_num",
+        ("srt.layers.radix_attention", "RadixAttention"): (
+            "layer_id attn_type tp_q_head_num is_cross_attention"
+        ),
+        ("srt.layers.rotary_embedding.base", "RotaryEmbedding"): "cos_sin_cache",
+        ("srt.lora.lora_manager", "LoRAManager"): "loras",
         (_UNIFIED, "UnifiedRadixCache"): (
             "session tree_core linker req_to_token_pool token_to_kv_pool_allocator page_size "
             "pp_size components"
@@ -338,7 +344,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "origin_input_ids origin_input_ids_unpadded extra_key cache_salt lora_id session "
             "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params "
             "time_stats bootstrap_host bootstrap_room metadata_buffer_index disagg_kv_sender "
-            "logprob_start_len extend_end multimodal_inputs output_ids disagg_decode_prefix_len"
+            "logprob_start_len extend_end multimodal_inputs output_ids disagg_decode_prefix_len "
+            "finished_reason return_logprob input_embeds"
         ),
         ("srt.managers.schedule_batch", "ScheduleBatch"): (
             "reqs forward_mode hicache_consumer_index launch_ts extend_lens prefix_lens input_ids "
@@ -346,12 +353,14 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         ("srt.model_executor.model_runner", "ModelRunnerOutput"): "logits_output",
         ("srt.model_executor.model_runner", "ModelRunner"): (
-            "is_draft_worker server_args model_config"
+            "is_draft_worker server_args model_config lora_manager token_to_kv_pool forward_stream"
         ),
         # Layers of the hybrids that are served in stages.
         ("srt.configs.kimi_linear", "KimiLinearConfig"): "linear_layer_ids num_hidden_layers",
         ("srt.configs.nemotron_h", "NemotronHConfig"): "mamba_layer_ids",
         ("srt.managers.tp_worker", "BaseTpWorker"): "model_runner",
+        ("srt.managers.tp_worker", "TpModelWorker"): "register_hicache_layer_transfer_counter",
+        ("srt.mem_cache.cache_init_params", "CacheInitParams"): "tree_core_backend",
         ("srt.distributed.parallel_state", "GroupCoordinator"): "world_size cpu_group",
         ("srt.mem_cache.registry", "TreeCacheBuildContext"): (
             "server_args params is_hybrid_swa is_hybrid_ssm is_dsa disable_radix_cache tp_worker "
