@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Literal
 
 from sglang_ext.assembly.doctor.machine_speed import measure_disk, measure_dram
+from sglang_ext.assembly.doctor.memory_nodes import memory_nodes
 from sglang_ext.assembly.doctor.model_folder import folder_problem
 from sglang_ext.assembly.doctor.store_answer import ask_store
 from sglang_ext.assembly.preflight import check_free, check_machine, room_bytes, room_problem
@@ -30,7 +31,6 @@ from sglang_ext.tiers.memory import available_bytes
 from sglang_ext.tiers.remote.password import ENV_PASSWORD
 
 _GPU = Path("/dev/nvidiactl")
-_NODES = Path("/sys/devices/system/node")
 _MIB = 1 << 20
 _SLOW_DISK = 500e6  # bytes a second
 
@@ -185,37 +185,25 @@ def _check_memory_lock(config: HierKVConfig) -> Check:
 
 
 def _check_numa(config: HierKVConfig) -> Check:
-    """Whether DRAM of one node holds the host tier: copies from another one are slower."""
-    free = [node for path in sorted(_NODES.glob("node[0-9]*")) if (node := _node_free_bytes(path))]
-    if len(free) < 2:
+    """Whether DRAM near each GPU holds the host tier: copies from another node are slower."""
+    nodes = memory_nodes()
+    if len(nodes.free_bytes) < 2:
         return Check("numa", "ok", "One NUMA node: all DRAM is equally near.")
-    nodes = ", ".join(f"{num_bytes / GIB:.1f} GiB" for num_bytes in free)
-    if config.host_bytes <= max(free):
+    near = nodes.near_gpus
+    if config.host_bytes <= (min(near.values()) if near else max(nodes.free_bytes.values())):
         return Check(
             "numa",
             "ok",
-            f"{len(free)} NUMA nodes, free {nodes}: one holds the host tier, and a start with a "
-            "GPU takes the nearest to that.",
+            f"{nodes}: the host tier has room, and a start with a GPU takes the node nearest to "
+            "that.",
         )
     return Check(
         "numa",
         "warning",
-        f"--hier-kv-host-size {config.host_size:g} is more than any of {len(free)} NUMA nodes has "
-        f"free ({nodes}), so some copies cross nodes; start the server under `numactl "
+        f"--hier-kv-host-size {config.host_size:g} is more than a node has free that it would lie "
+        f"on ({nodes}), so some copies cross nodes; start the server under `numactl "
         "--interleave=all`, or give each of several servers a node.",
     )
-
-
-def _node_free_bytes(node: Path) -> int:
-    """Memory of a NUMA node that is free or in its page cache; 0 where that is not told."""
-    try:
-        words = (node / "meminfo").read_text().split()
-        kilobytes = sum(
-            int(words[words.index(f"{name}:") + 1]) for name in ("MemFree", "FilePages")
-        )
-    except (OSError, ValueError):
-        return 0
-    return 1024 * kilobytes
 
 
 def _check_speeds(config: HierKVConfig, folder: Path | None) -> Check:

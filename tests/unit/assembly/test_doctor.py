@@ -18,7 +18,7 @@ import pytest
 
 from runtime_cpu import inprocess
 from sglang_ext.assembly.doctor import checks as looks
-from sglang_ext.assembly.doctor import machine_speed, store_answer
+from sglang_ext.assembly.doctor import machine_speed, memory_nodes, store_answer
 from sglang_ext.assembly.preflight import check_free, room_bytes, room_problem
 from sglang_ext.cli import main
 from sglang_ext.errors import HierKVConfigError
@@ -261,21 +261,40 @@ def test_speeds_are_measured_where_asked_for(
     assert "speeds" not in run(capsys, *SMALL, *disk, "--hier-kv-disk-free-floor", "0")[1]
 
 
-@pytest.mark.parametrize(("free_gb", "state"), [((4,), "ok"), ((1, 4), "ok"), ((1, 1), "warning")])
+@pytest.mark.parametrize(
+    ("free_gb", "gpu_on", "state"),
+    [
+        ((4,), None, "ok"),
+        ((1, 4), None, "ok"),
+        ((1, 1), None, "warning"),
+        ((1, 4), 1, "ok"),
+        ((1, 4), 0, "warning"),
+    ],
+)
 def test_a_host_tier_that_no_numa_node_holds_is_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    free_gb: tuple[int, ...], state: str,
+    free_gb: tuple[int, ...], gpu_on: int | None, state: str,
 ) -> None:  # fmt: skip
     for number, free in enumerate(free_gb):
-        node = tmp_path / f"node{number}"
-        node.mkdir()
+        node = tmp_path / "nodes" / f"node{number}"
+        node.mkdir(parents=True)
         half_kb = free << 19
         lines = [f"Node {number} {name}: {half_kb} kB" for name in ("MemFree", "FilePages")]
         (node / "meminfo").write_text("\n".join(lines))
-    monkeypatch.setattr(looks, "_NODES", tmp_path)
-    checks = run(capsys, "--hier-kv-host-size", "2")[1]
-    assert checks["numa"]["state"] == state
-    assert len(free_gb) == 1 or f"{len(free_gb)} NUMA nodes" in checks["numa"]["text"]
+    devices = {"0000:00:02.0": ("0x8086", "0x030000", 0), "0000:00:03.0": ("0x10de", "0x020700", 0)}
+    if gpu_on is not None:
+        devices["0000:3b:00.0"] = ("0x10de", "0x030200", gpu_on)
+    for name, facts in devices.items():
+        (tmp_path / "devices" / name).mkdir(parents=True)
+        for file, fact in zip(("vendor", "class", "numa_node"), facts, strict=True):
+            (tmp_path / "devices" / name / file).write_text(f"{fact}\n")
+    monkeypatch.setattr(memory_nodes, "NODES", tmp_path / "nodes")
+    monkeypatch.setattr(memory_nodes, "PCI_DEVICES", tmp_path / "devices")
+    numa = run(capsys, "--hier-kv-host-size", "2")[1]["numa"]
+    assert numa["state"] == state
+    assert len(free_gb) == 1 or f"node 1 {free_gb[1]}.0 GiB" in numa["text"]
+    assert (gpu_on is not None) == (f"GPU 0000:3b:00.0 is nearest to node {gpu_on}" in numa["text"])
+    assert "0000:00:0" not in numa["text"], "another vendor's, and no GPU"
 
 
 def test_a_model_is_told_by_what_sglang_keeps_of_it(
