@@ -157,7 +157,9 @@ class HierKVRadixCache(UnifiedRadixCache):
             place_questions = parts.place_questions(self._enter, self.waiting_room.find)
         self.linker = HierKVLinkerWrapper(self, linker, tree, pages, place_questions)
         self._follow_tiers(config, linker.store, num_pages)
-        self.taint = TaintKeeper(pages, tree, self.linker, self.req_to_token_pool)
+        self.taint = TaintKeeper(
+            pages, tree, self.linker, self.req_to_token_pool, is_alone=group is None
+        )
         self.misses = MissKeeper(linker.store, self.page_size, by_tenant=bool(self._quotas.shares))
         self.session_turns = SessionTurns(self.session, linker.store.counters)
         self.given_up_rooms = GivenUpRooms()  # of a decode server

@@ -13,11 +13,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
 
 from sglang_ext.provenance.request_state import find_state, state_of, wants_exact
 from sglang_ext.provenance.tree_quality import DeviceProvenance
@@ -29,6 +31,11 @@ from sglang_ext.truncation.lineage import lineage_of
 
 logger = logging.getLogger(__name__)
 
+_NOT_EXACT = (
+    "hier_kv_exact was asked for, and the device could not keep the exact KV of this prompt beside "
+    "what it has of the same tokens; try again, or with another extra_key"
+)
+
 
 class TaintKeeper:
     """Provenance of what the device holds, for one cache.
@@ -38,6 +45,7 @@ class TaintKeeper:
         tree: the tree.
         wrapper: overwrites pages, and saves them again.
         req_to_token_pool: SGLang's, with each request's rows.
+        is_alone: no other rank decides by a tree that is as this one.
     """
 
     def __init__(
@@ -46,8 +54,11 @@ class TaintKeeper:
         tree: RadixTree,
         wrapper: HierKVLinkerWrapper,
         req_to_token_pool: Any,
+        *,
+        is_alone: bool = True,
     ) -> None:
         self.pages = pages
+        self._is_alone = is_alone
         self._tree = tree
         self._wrapper = wrapper
         self._counters = wrapper.cache_linker.store.counters
@@ -95,6 +106,10 @@ class TaintKeeper:
             req: SGLang's request.
             up_to: number of its tokens to insert.
             insert: SGLang's own insert of them.
+
+        Raises:
+            Exception: what a device raises at a copy, where other ranks may have made theirs: of
+                pages that are not alike on all of them they would decide differently.
         """
         state = find_state(req)
         if not self.pages and (state is None or state.taint == Quality.EXACT):
@@ -113,7 +128,11 @@ class TaintKeeper:
         except Exception:
             # The tree keeps what it has, and SGLang's insert binds the request to that.
             self._counters.add("device_replace_failures")
+            if not self._is_alone:
+                raise
             logger.exception("hier-kv: pages on the device could not be replaced by better ones")
+            if wants_exact(req):
+                req.to_finish = FINISH_ABORT(_NOT_EXACT, HTTPStatus.INTERNAL_SERVER_ERROR)
             rows, worse = None, worse[:0]
         self.pages.note([keys[page] for page in worse], quality[worse])
         self.pages.note(keys[on_device:], quality[on_device:])

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from runtime_cpu import inprocess
 
@@ -35,7 +36,7 @@ from sglang_ext.seam.reuse_report import DETAILS_KEY  # noqa: E402
 from sglang_ext.seam.session_turns import SessionTurns, part_from_another_turn  # noqa: E402
 from sglang_ext.tiers.records.quality import ANY, Quality, name_of, worst  # noqa: E402
 from testkit.simulated.device import SimulatedDevice, plain  # noqa: E402
-from tests.property.worlds.taint_world import PAGE, Request, World  # noqa: E402
+from tests.property.worlds.taint_world import PAGE, Request, World, Wrong  # noqa: E402
 
 PAGES = 6
 DOCUMENT = [1 + at % 90 for at in range(PAGES * PAGE)]
@@ -156,6 +157,49 @@ def test_pages_are_replaced_without_a_wait_for_the_device(
     device.require_order()
     assert "device_replace_failures" not in world.store.stats()
     assert on_device(world, PROMPT) == [Quality.EXACT] * (PAGES + 2)
+
+
+def exact_request_beside_lossy_pages(world: World, patch: pytest.MonkeyPatch) -> Request:
+    """A request that waits, on whose pages the device has, and fails to replace them."""
+    lossy_on_disk(world)
+    world.run(PROMPT)
+
+    def fail(*_: Any) -> None:
+        raise torch.OutOfMemoryError
+
+    patch.setattr(world.cache.linker.cache_linker, "overwrite_rows", fail)
+    return world.arrive(list(PROMPT), exact=True, num_new=0)
+
+
+def serve(world: World, req: Request) -> None:
+    assert world.admit(req)
+    while req in world.running:
+        world.go_on(req)
+
+
+def test_where_the_device_fails_to_replace_pages_an_exact_request_ends(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = make()
+    req = exact_request_beside_lossy_pages(world, monkeypatch)
+    with pytest.raises(
+        Wrong, match="asked for exact KV"
+    ):  # the tree's rows are in place of its own
+        serve(world, req)
+    assert "could not keep the exact KV" in req.to_finish.message  # type: ignore[attr-defined]
+    assert on_device(world, PROMPT[:-1]) == [Quality.LOSSY] * (PAGES + 2)
+    assert world.store.stats()["device_replace_failures"] == 1
+
+
+def test_ranks_end_where_one_of_them_fails_to_replace_pages(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would hold pages of another quality, and decide differently."""
+    world = make()
+    req = exact_request_beside_lossy_pages(world, monkeypatch)
+    monkeypatch.setattr(world.cache.taint, "_is_alone", False)
+    with pytest.raises(torch.OutOfMemoryError):
+        serve(world, req)
 
 
 def test_an_exact_request_uses_the_exact_leading_part(make: Make) -> None:
