@@ -54,6 +54,7 @@ SGLANG_MODULES = {
     "seam/self_check",
     "seam/session_turns",
     "seam/start/ranks",
+    "seam/taint",
     "seam/wrapper",
 }
 
