@@ -36,6 +36,7 @@ pytestmark = [
 DEVICE_TOKENS = 2560
 NUM_AGENTS = 4
 TIERS = ("device", "host", "disk", "remote")
+SIDES = ("without", "with")  # the plugin
 _LINE = re.compile(
     r"^(.*): (\d+) prompt tokens, device (\d+), host (\d+), disk (\d+), remote (\d+)$", re.MULTILINE
 )
@@ -161,14 +162,16 @@ def test_sglangs_own_benchmark(servers: list[Server], plain: Server) -> None:
     )
     counts = {(what, side): tuple(map(int, each)) for what, side, *each in found}
     assert len(counts) == 4, text
+    reused = Counter[str]()
     for what in ("shared prefixes", "conversations"):
-        prompt, *tiers = counts[what, "without"]
-        assert tiers[1:] == [0, 0], text
-        same_prompt, device, host, storage = counts[what, "with"]
+        (prompt, *without), (same_prompt, *tiers) = (counts[what, side] for side in SIDES)
         assert same_prompt == prompt
-        assert host > 0, text  # the device holds some of what returns
-        assert prompt // 4 < device + host + storage < prompt, text
-        assert tiers[0] < device + host + storage, text
+        assert without[1:] == [0, 0], text
+        assert prompt // 4 < sum(tiers) < prompt, text
+        reused += Counter(dict(zip(SIDES, (sum(without), sum(tiers)), strict=True)))
+    # How much of the shared prefixes has left the device when the next question comes is chance.
+    assert counts["conversations", "with"][2] > 0, text
+    assert reused["without"] < reused["with"], text
 
 
 needs_router = pytest.mark.skipif(bool(router_missing()), reason=router_missing())

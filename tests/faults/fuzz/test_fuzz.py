@@ -17,7 +17,7 @@ import pytest
 from tests.long_form import count, either
 
 ROOT = Path(__file__).parents[3]
-NUM_CASES = count(150, 100000)
+NUM_CASES = count(300, 100000)
 
 
 @pytest.fixture(scope="module")
