@@ -209,6 +209,7 @@ def test_a_text_with_marks_of_images_in_it_is_refused_on_all_ranks(tmp_path: Pat
             assert is_refused(server, shifting), "both ranks are there, and decide as before"
 
 
+@pytest.mark.long
 def test_many_at_once_on_small_devices(served: Served) -> None:
     """Images leave the devices while others come, and chunks end inside of them."""
     asked = [prompt for prompt, _ in served.at_once]
