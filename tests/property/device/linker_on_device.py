@@ -78,14 +78,10 @@ class LinkerOnDevice(World):
 
     def step(self) -> None:
         """One thing happens, and nothing was out of order so far."""
-        try:
+        with self.device.in_order():
             super().step()
-        finally:
-            self.device.require_order()
 
     def settle(self) -> None:
         """See `World`."""
-        try:
+        with self.device.in_order():
             super().settle()
-        finally:
-            self.device.require_order()

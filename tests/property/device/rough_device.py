@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +46,14 @@ class RoughDevice(ThreadedDevice):
         """Something is read and written on the calling thread's stream; the device gets there."""
         self.launch(what, lambda: None, reads, writes)
         self.reach(self.record(self.current_stream()))
+
+    @contextmanager
+    def in_order(self) -> Iterator[None]:
+        """What is done in it may end as it likes: nothing was out of order so far."""
+        try:
+            yield
+        finally:
+            self.require_order()
 
     def add_arena(self, arena: HostArena) -> None:
         """Slots, whose accesses are noted."""

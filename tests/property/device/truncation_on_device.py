@@ -119,14 +119,10 @@ class TruncationOnDevice(TruncationWorld):
 
     def step(self) -> None:
         """One thing happens, and nothing was out of order so far."""
-        try:
+        with self.device.in_order():
             super().step()
-        finally:
-            self.device.require_order()
 
     def drain(self) -> None:
         """See `World`."""
-        try:
+        with self.device.in_order():
             super().drain()
-        finally:
-            self.device.require_order()
