@@ -204,7 +204,8 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     )
     # How long a stage computes says little of how long a prompt does.
     may_decide = disk_or_remote and place.pp_size == 1
-    _tell_sizes(config, store, ctx.params.page_size, is_bound=pool.has_index)
+    moves = config.rope == "pre" and any(rope.movable for rope in ropes)
+    _tell_sizes(config, store, ctx.params.page_size, is_position_free=moves)
     if not is_hybrid:  # of a hybrid's pages, which are of several kinds, not all are loaded
         tell_limits(config, store, ctx.params.page_size, int(ctx.model_config.context_len))
     return CacheParts(
@@ -322,14 +323,16 @@ def _dram_choice(config: HierKVConfig, feeds: CostFeeds, layout: PageLayout) -> 
     )
 
 
-def _tell_sizes(config: HierKVConfig, store: PageStore, page_size: int, *, is_bound: bool) -> None:
+def _tell_sizes(
+    config: HierKVConfig, store: PageStore, page_size: int, *, is_position_free: bool
+) -> None:
     logger.info(
         "hier-kv: %d pages of %d tokens in %.2f GB of DRAM, %s, K stored %s",
         store.arena.num_slots,
         page_size,
         store.arena.nbytes / GIB,
         _describe_records(config) if store.keeps_pages else "all kept by tensor parallel rank 0",
-        "as the engine has it" if is_bound or config.rope != "pre" else "before rotary embedding",
+        "before rotary embedding" if is_position_free else "as the engine has it",
     )
 
 

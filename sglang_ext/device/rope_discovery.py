@@ -164,7 +164,7 @@ def _examine(module: Any, pool: DevicePool) -> LayerRope:
     if any(word in name for word in _UNMOVABLE):
         return _bound(f"{name} is not a function of the token's index alone")
     if not pool.rotatable:
-        return _bound(f"the KV dtype {pool.dtype} is not on a free grid")
+        return _bound("K in 8 bits was rounded behind its rotation, which cannot be taken back")
     for attribute in ("cos_sin_cache", "rotary_dim", "is_neox_style"):
         if not hasattr(module, attribute):
             return _bound(f"{name} has no {attribute}")

@@ -13,6 +13,7 @@ from .models.experts import bind_shared_expert
 from .models.parts import find_parts_by_name
 from .models.residuals import allow_streams, bind_residuals
 from .models.rotation import rotate_in_place
+from .narrow_pools import allow_narrow_pools
 from .sparse.indexer import allow_sparse_models, bind_indexer
 from .states import allow_snapshots, bind_kernels
 
@@ -38,6 +39,7 @@ def load() -> None:
 
         register_attention_backend(NAME)(_create)
         allow_streams()
+        allow_narrow_pools()
 
 
 def _create(runner: Any) -> Any:

@@ -150,6 +150,19 @@ def _on_two_ranks(kind: Kind, tier: str) -> Kind:
     return replace(kind, args=args, env=env, page_bytes=page_bytes, num_ranks=2, tier=tier)
 
 
+def _in_fp8(kind: Kind, tolerance: float) -> Kind:
+    """With pools of one byte a value, of which the model without SGLang knows nothing."""
+    value_bytes = 4 if "float32" in kind.args else 2
+    args = [*kind.args, "--kv-cache-dtype", "fp8_e4m3"]
+    return replace(kind, args=args, page_bytes=kind.page_bytes // value_bytes, tolerance=tolerance)
+
+
+KINDS |= {
+    "windows-and-sinks-in-fp8": _in_fp8(KINDS["gpt-oss"], 0.8),
+    "states-in-fp8": _in_fp8(KINDS["states-in-a-store"], 0.5),
+    "states-beside-latent-rows-in-fp8": _in_fp8(KINDS["states-beside-latent-rows-in-a-store"], 0.5),
+    "two-shapes-in-fp8": _in_fp8(KINDS["two-shapes-mimo"], 0.5),
+}
 KINDS |= {
     f"{name}-in-a-store": replace(KINDS[name], tier="remote")
     for name in ("gpt-oss", "chunks", "windows-in-one-pool")

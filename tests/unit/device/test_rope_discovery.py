@@ -184,10 +184,10 @@ def test_the_rotary_part_of_an_mla_row(interleaved: bool) -> None:
     assert list(check_layers(pool, [LayerRope(wrong, movable=True)], np.arange(TOKENS))) == [0]
 
 
-def test_an_fp8_pool_is_not_on_a_free_grid() -> None:
+def test_the_rotation_of_an_fp8_pool_is_not_taken_back() -> None:
     (rope,) = discover_ropes(model(Attention(0, Rotary())), make_pool(dtype=torch.uint8))
     assert not rope.movable
-    assert "not on a free grid" in rope.reason
+    assert "K in 8 bits" in rope.reason
 
 
 def test_a_table_that_grows_is_read_again_and_keeps_the_digest() -> None:

@@ -272,6 +272,10 @@ def test_fp8_is_refused_where_its_pool_has_scales() -> None:
     check_resolved(resolved(device="cuda", kv_cache_dtype="fp8_e4m3"), HierKVConfig())
     with pytest.raises(HierKVConfigError, match=r"auto on a CPU.*, got fp8_e4m3"):
         check_resolved(resolved(device="cpu", kv_cache_dtype="fp8_e4m3"), HierKVConfig())
+    with pytest.raises(HierKVConfigError, match=r"auto on a CPU.*, got fp8_e5m2"):
+        check_resolved(resolved(device="cpu", kv_cache_dtype="fp8_e5m2"), HierKVConfig())
+    of_tests = resolved(device="cpu", kv_cache_dtype="fp8_e5m2", attention_backend="cpu_extend")
+    check_resolved(of_tests, HierKVConfig())
 
 
 @pytest.mark.parametrize("strategy", ["no_buffer", "extra_buffer_lazy"])
