@@ -230,7 +230,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         if self._keys_are_pairs:
             return "pairs"
         if self.linker.states is not None:
-            return "states and a remote store" if self.hier_config.remote_url else STATES
+            return STATES
         return "windows" if self.hier_linker.is_hybrid else PLAIN
 
     @property

@@ -64,8 +64,6 @@ def why_not_images(args: Any, architecture: str, keeps: str) -> str:
         return "several pipeline stages"
     if has_attention_dp(partial(getattr, args)):
         return "data parallel attention"
-    if keeps == STATES and args.dp_size > 1:
-        return "several whole schedulers"
     if args.nnodes > 1:
         return "several nodes"
     if args.tokenizer_worker_num > 1:

@@ -3,8 +3,8 @@
 A plain server of SGLang's says what is right; of the plugin's, one is killed, and another one goes
 on with its disk. Chunks of prompts end inside of images, where SGLang keeps states, too.
 
-By default a model with experts has one rank, and a dense one two; the long form has the dense one
-on one rank, too.
+By default a model with experts has one rank, and a store, and a dense one two; the long form has
+the dense one on one rank, too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from testkit.images.vision_model import IMAGE, picture
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import send_in_halves, settled
+from tests.e2e.hier_server import connected, send_in_halves, settled, states
 from tests.e2e.images.image_prompts import (
     BASE,
     LARGE,
@@ -91,17 +91,26 @@ MANY = [
 
 
 def server_of(
-    model: Path, *args: str, folder: Path | None = None, host_pages: int = 400, ranks: int = 1
+    model: Path,
+    *args: str,
+    folder: Path | None = None,
+    store: Path | None = None,
+    host_pages: int = 400,
+    ranks: int = 1,
 ) -> Server:
-    """A server; with a folder one of the plugin's."""
+    """A server; with a folder one of the plugin's, with that store if there is one."""
     env = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    if store is not None:
+        store.mkdir(exist_ok=True)
+        args = (*args, "--hier-kv-remote-url", f"file://{store}?size=1GB")
     args = (*BASE, *args)
     if folder is not None:
         tiers = ["--hier-kv-host-size", host_size(ranks * host_pages)]
         args = (*args, *PLUGIN, *tiers, "--hier-kv-disk-dir", str(folder / "disk"))
+    if ranks > 1 or "--dp-size" in args:
+        env |= ENVIRONMENT
     if ranks > 1:
         args = (*args, "--tp-size", str(ranks))
-        env |= ENVIRONMENT
         if folder is not None:
             env[ENV_JITTER] = str(JITTER_MS)
     return Server(list(args), model=str(model), env=env, stop="kill", start_timeout_s=300)
@@ -165,6 +174,35 @@ def test_images_and_states_come_back_from_dram_and_from_disk(plain: Plain, tmp_p
         check_right([new], plain.alike[3:])
         assert cached([new])[0] < 2 * PAGE, "the text before the image, and no more"
         check_counts(server)
+
+
+def test_other_servers_have_images_and_states_from_a_store(plain: Plain, tmp_path: Path) -> None:
+    """One that is new, and the other one of two whole schedulers, which know each other's none."""
+    which, store = prompts(), tmp_path / "store"
+    args = (*LARGE, *STATES)
+    with server_of(plain.model, *args, folder=tmp_path / "one", store=store) as server:
+        connected(server)
+        check_right(answers(server, which[:4]), plain.computed[:4])
+        check_counts(server)
+    two = (*args, "--dp-size", "2")
+    with server_of(plain.model, *two, folder=tmp_path / "two", store=store) as server:
+        connected(server)
+        for rank, reused in ((0, which[:4]), (1, which)):
+            hits = plain.hits[: len(reused)]
+            check_hits(
+                [ask(server, each, routed_dp_rank=rank) for each in reused], hits, "remote",
+                above=300,
+            )  # fmt: skip
+            found = [ask(server, each, routed_dp_rank=rank) for each in which[4:]]
+            check_right(found, plain.computed[4:])
+            settled(server)
+        other = ask(server, ALIKE[0], routed_dp_rank=1)
+        check_right([other], plain.alike[:1])
+        assert cached([other])[0] < 2 * PAGE, "the text before the image, and no more"
+        check_counts(server)
+        for each in states(server):
+            assert not each["host"].get("unnamed_image_requests")
+            assert not each["host"].get("image_name_conflicts")
 
 
 def test_a_conversation_with_another_image_in_each_turn(plain: Plain, tmp_path: Path) -> None:

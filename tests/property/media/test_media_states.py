@@ -168,8 +168,7 @@ def test_a_turn_that_met_another_image_and_found_no_room_begins_with_no_state(ma
     ("architecture", "keeps"),
     [
         ("KimiK3ForConditionalGeneration", STATES),
-        ("KimiK3ForConditionalGeneration", "states and a remote store"),
-        (WITH_STATES[0], "states and a remote store"),
+        (WITH_STATES[0], "windows"),
     ],
 )
 def test_images_of_other_models_with_states_leave_nothing_and_take_nothing(

@@ -254,7 +254,7 @@ def test_prefills_that_replay_kda_without_waiting_for_its_states_are_refused() -
         check_resolved(resolved(latent, cuda_graph_config=config, **kept), HierKVConfig())
 
 
-def test_images_beside_states_are_stored_by_one_scheduler_alone() -> None:
+def test_images_are_stored_by_several_whole_schedulers_and_in_no_stages() -> None:
     off = dict.fromkeys(
         ("enable_lora", "lora_paths", "speculative_algorithm", "enable_mm_global_cache")
     )
@@ -264,8 +264,10 @@ def test_images_beside_states_are_stored_by_one_scheduler_alone() -> None:
     )  # fmt: skip
     two = SimpleNamespace(**{**vars(one), "dp_size": 2})
     assert why_not_images(one, WITH_STATES[0], STATES) == ""
-    assert why_not_images(two, WITH_STATES[0], STATES) == "several whole schedulers"
-    assert why_not_images(two, ALONG_AXES[0], PLAIN) == ""
+    stages = SimpleNamespace(**{**vars(one), "pp_size": 2})
+    for architecture, keeps in ((WITH_STATES[0], STATES), (ALONG_AXES[0], PLAIN)):
+        assert why_not_images(two, architecture, keeps) == ""
+        assert why_not_images(stages, architecture, keeps) == "several pipeline stages"
 
 
 def test_fp8_is_refused_where_its_pool_has_scales() -> None:
