@@ -3,7 +3,8 @@
 ``python -m testkit.release`` (`make dist`); both are left in ``dist/``. The wheel is built from the
 source archive, so that nothing but what the archive holds can be in it. It is tried with every
 Python that `pyproject.toml` names and this machine has, the archive with the one that runs this.
-Under the others, which run no other tests, it is tested as far as that goes without torch.
+Under the others, which run no other tests, it is tested as far as that goes without torch, and
+under one of them with a server.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from sglang_ext import __version__
-from testkit.pythons import alone, interpreters
+from testkit.pythons import alone, interpreters, pins, served
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
@@ -38,6 +39,7 @@ _COMPILES = (
     "import compileall, sglang_ext; [folder] = sglang_ext.__path__; "
     "print(bool(compileall.compile_dir(folder, quiet=1, force=True)) or exit(1))"
 )
+_PINS = "from importlib.metadata import requires; print(*requires('sglang'), sep='\\n')"
 # What there is without SGLang and torch; each prints something.
 TRIED = {
     "compiled without a warning": ("python", "-W", "error", "-c", _COMPILES),
@@ -61,6 +63,7 @@ class Trial(NamedTuple):
         built: the wheel or the archive.
         is_tested: whether tests are run, too: not under the Python of all other tests, wherever
             this machine has that, too.
+        is_served: whether one of these is with a server.
     """
 
     what: str
@@ -68,6 +71,7 @@ class Trial(NamedTuple):
     folder: Path
     built: Path
     is_tested: bool = False
+    is_served: bool = False
 
 
 def main() -> None:
@@ -128,7 +132,9 @@ def trials(scratch: Path, built: Sequence[Path]) -> list[Trial]:
         if python is None:
             print(f"{what}: not on this machine", flush=True)
         else:
-            found.append(Trial(what, python, scratch / version, wheel, is_tested=version != this))
+            is_tested = version != this
+            is_served = is_tested and version == served.VERSION
+            found.append(Trial(what, python, scratch / version, wheel, is_tested, is_served))
     return found
 
 
@@ -149,13 +155,37 @@ def try_out(trial: Trial, tools: Path) -> list[str]:
     tried = {what: call([bin_folder / program, *args]) for what, (program, *args) in TRIED.items()}
     if trial.is_tested:
         install(tools, bin_folder, alone.requirements())
-        done = alone.run(bin_folder / "python", folder / "tested")
-        if done.returncode:
-            raise ReleaseError(
-                f"tests without torch failed with {trial.python}:\n{done.stdout}{done.stderr}"
-            )
-        tried["tests without torch"] = done.stdout.splitlines()[-1]
+        tried["tests without torch"] = _passed(
+            alone.run(bin_folder / "python", folder / "tested"), trial, "tests without torch"
+        )
+    if trial.is_served:
+        _install_server(tools, folder)
+        tried["a server"] = _passed(
+            served.run(bin_folder / "python", folder / "served"), trial, "a test with a server"
+        )
+        if "skipped" in tried["a server"]:
+            raise ReleaseError(f"no server was tried with {trial.python}: {tried['a server']}")
     return [f"  {what}: {printed.splitlines()[0]}" for what, printed in tried.items()]
+
+
+def _passed(done: subprocess.CompletedProcess[str], trial: Trial, what: str) -> str:
+    """The last line of tests.
+
+    Raises:
+        ReleaseError: one failed.
+    """
+    if done.returncode:
+        raise ReleaseError(f"{what} failed with {trial.python}:\n{done.stdout}{done.stderr}")
+    return done.stdout.splitlines()[-1]
+
+
+def _install_server(tools: Path, folder: Path) -> None:
+    """Brings SGLang, and what it needs on a CPU, into the environment of a trial."""
+    bin_folder, constraints = folder / "bin", folder / "constraints.txt"
+    constraints.write_text("\n".join(pins.constraints()))
+    install(tools, bin_folder, ["--no-deps", pins.sglang()])
+    torch = pins.torch_of(call([bin_folder / "python", "-c", _PINS]).splitlines())
+    install(tools, bin_folder, ["-c", str(constraints), *served.requirements(torch)])
 
 
 def install(tools: Path, bin_folder: Path, requirements: Sequence[str]) -> None:

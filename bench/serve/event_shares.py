@@ -50,7 +50,14 @@ def parser_of(name: str, doc: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def run(name: str, args: argparse.Namespace, measure: Measure, place: str, column: str) -> int:
+def run(
+    name: str,
+    args: argparse.Namespace,
+    measure: Measure,
+    place: str,
+    column: str,
+    turns: int = 4,
+) -> int:
     """Runs one of the two benches; returns the exit status: 0 or 1 (check failed).
 
     Args:
@@ -59,13 +66,14 @@ def run(name: str, args: argparse.Namespace, measure: Measure, place: str, colum
         measure: given a folder, chats, turns and where to say how far it is.
         place: see `table`.
         column: see `table`.
+        turns: of each chat.
     """
     ratio = 0.0
 
     def make(progress: Progress) -> Report:
         nonlocal ratio
         with disk_folder(f"bench-{name}-") as folder:
-            found = measure(folder, 20 if args.quick else 60, 4, progress)
+            found = measure(folder, 20 if args.quick else 60, turns, progress)
         n = {"turns": found["chats"] * found["turns"]}
         ratio = found["tiers_over_device"]
         note = (

@@ -5,6 +5,10 @@ SGLang's publishing of KV events with what the plugin does there, both recorders
 to the device and leave it, and the plugin's metrics; and all of the thread that encodes and sends
 the events. Counted apart are SGLang's reports of its own metrics, with the lines that it logs of
 its batches without them, too.
+
+Of idle steps only those count in which events were published, of pages whose saves end behind the
+last answer: a scheduler without requests asks for events as often as it can, and how long it has
+none says how busy the machine is.
 """
 
 from __future__ import annotations
@@ -41,6 +45,7 @@ def load() -> None:
     """Entry point: wraps what tells, in a scheduler's process."""
     if "sglang.srt.managers.scheduler" not in sys.modules or _FILE_VARIABLE not in os.environ:
         return
+    from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.kv_events_publisher import (
         SchedulerKvEventsPublisher,
     )
@@ -61,6 +66,9 @@ def load() -> None:
     for name in ("report_prefill_stats", "report_decode_stats", "log_batch_result_stats"):
         method = getattr(SchedulerMetricsReporter, name)
         setattr(SchedulerMetricsReporter, name, probe.counted(method, "sglangs_s"))
+    Scheduler.on_idle = probe.begins(Scheduler.on_idle, is_idle=True)
+    Scheduler.run_batch = probe.begins(Scheduler.run_batch, is_idle=False)
+    TierEventRecorder.take = probe.noted(TierEventRecorder.take)  # type: ignore[method-assign]
 
 
 class _Probe:
@@ -71,6 +79,29 @@ class _Probe:
         self._spent_s = {"telling_s": 0.0, "sglangs_s": 0.0}
         self._next_write_s = 0.0
         self._is_counting = False
+        self._is_idle = False  # no batch since the last idle step
+        self._has_told = False  # events, in what is being counted
+
+    def begins(self, function: Callable[..., Any], *, is_idle: bool) -> Callable[..., Any]:
+        """The function, with which idle steps begin, or others."""
+
+        @functools.wraps(function)
+        def begin(*args: Any, **kwargs: Any) -> Any:
+            self._is_idle = is_idle
+            return function(*args, **kwargs)
+
+        return begin
+
+    def noted(self, take: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        """The function, with whether there were events."""
+
+        @functools.wraps(take)
+        def note(*args: Any, **kwargs: Any) -> list[Any]:
+            events = take(*args, **kwargs)
+            self._has_told = self._has_told or bool(events)
+            return events
+
+        return note
 
     def counted(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
         """The function, with its CPU time counted once, also where one of them calls another."""
@@ -79,11 +110,12 @@ class _Probe:
         def count(*args: Any, **kwargs: Any) -> Any:
             if self._is_counting:
                 return function(*args, **kwargs)
-            self._is_counting, began_s = True, time.thread_time()
+            self._is_counting, self._has_told, began_s = True, False, time.thread_time()
             try:
                 return function(*args, **kwargs)
             finally:
-                self._spent_s[kind] += time.thread_time() - began_s
+                if self._has_told or not self._is_idle:
+                    self._spent_s[kind] += time.thread_time() - began_s
                 self._is_counting = False
                 self._write()
 

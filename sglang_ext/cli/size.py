@@ -50,8 +50,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
         "Says what hit rate sizes of DRAM and disk would bring, by running the server's own page "
-        "store under this traffic in virtual time. Needs no GPU, no server, and neither torch nor "
-        "SGLang.",
+        "store under this traffic in virtual time: a minute or some, in which it says how far it "
+        "is, and of each size what it brings as soon as that is known. Needs no GPU, no server, "
+        "and neither torch nor SGLang.",
         *_EXAMPLES,
         more=_TRACE,
     )

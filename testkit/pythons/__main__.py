@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import subprocess
 import sys
-import tomllib
 from collections.abc import Sequence
 from importlib.metadata import requires
 from pathlib import Path
 
-from testkit.pythons import interpreters
+from testkit.pythons import interpreters, pins
 from testkit.pythons.interpreters import ROOT
 
 ENVIRONMENTS = ROOT / "build" / "pythons"
@@ -31,7 +29,6 @@ TESTS = (
     "tests/e2e/start/test_interfaces.py",
     "tests/e2e/reuse/test_kv_events.py",
 )
-_CHOSEN_BY_TORCH = re.compile(r"(torch|triton)\b(?!-)")
 
 
 def main() -> int:
@@ -40,7 +37,7 @@ def main() -> int:
     known = interpreters.supported()
     parser = argparse.ArgumentParser(prog="python -m testkit.pythons", description=__doc__)
     parser.add_argument("versions", nargs="*", choices=[[], *known], metavar="VERSION")
-    parser.add_argument("--torch", default=torch_of_sglang(), metavar="VERSION")
+    parser.add_argument("--torch", default=pins.torch_of(requires("sglang")), metavar="VERSION")
     parser.add_argument("--tests", nargs="+", default=TESTS, metavar="TEST")
     args = parser.parse_args()
     failed = []
@@ -51,13 +48,6 @@ def main() -> int:
             failed.append(version)
     print(f"failed under {', '.join(failed)}" if failed else "passed under all that are here")
     return int(bool(failed))
-
-
-def torch_of_sglang() -> str:
-    """The version of torch that the installed SGLang pins, such as "2.14.1"."""
-    found = [re.match(r"torch==([\d.]+)", each) for each in requires("sglang") or ()]
-    [version] = [match[1] for match in found if match]
-    return version
 
 
 def _passes(python: Path, version: str, torch: str, tests: Sequence[str]) -> bool:
@@ -77,27 +67,13 @@ def _environment(python: Path, folder: Path, torch: str) -> Path:
         return own
     _run([python, "-m", "venv", folder])
     constraints = folder / "constraints.txt"
-    pins = (ROOT / "runtime_cpu" / "constraints.txt").read_text().splitlines()
-    constraints.write_text("\n".join(map(str, _without_torch(pins))))
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = project["optional-dependencies"]
-    pinned = [pin for name in ("cpu", "dev", "gateway") for pin in extras[name]]
-    wanted = [*_without_torch(pinned), f"torch=={torch}"]
+    constraints.write_text("\n".join(pins.constraints()))
+    wanted = [*pins.without_torch(pins.extras("cpu", "dev", "gateway")), f"torch=={torch}"]
     install = [str(own), "-m", "pip", "install", "--quiet", "--no-input"]
     _run([*install, "-c", str(constraints), *wanted])
-    _run([*install, "--no-deps", _sglang(), "-e", str(ROOT)])
+    _run([*install, "--no-deps", pins.sglang(), "-e", str(ROOT)])
     (folder / "done").touch()
     return own
-
-
-def _without_torch(lines: Sequence[str]) -> list[str]:
-    return [line for line in lines if not _CHOSEN_BY_TORCH.match(line)]
-
-
-def _sglang() -> str:
-    found = re.search(r"^SGLANG := (\S+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert found is not None
-    return found[1]
 
 
 def _run(command: Sequence[str | Path]) -> None:

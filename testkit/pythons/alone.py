@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import tomllib
+from collections.abc import Sequence
 from pathlib import Path
 
+from testkit.pythons import pins
 from testkit.pythons.interpreters import ROOT
 
 # One or two of each kind: what a Python may do otherwise (command lines, entry points, pickled and
@@ -36,28 +37,35 @@ _RUNNERS = ("hypothesis", "pytest")  # at the versions of the extra `dev`
 
 def requirements() -> list[str]:
     """What the tests need besides the wheel."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    dev = project["optional-dependencies"]["dev"]
-    return [each for each in dev if each.partition("==")[0] in _RUNNERS]
+    return [each for each in pins.extras("dev") if each.partition("==")[0] in _RUNNERS]
 
 
-def run(python: Path, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Runs the tests on what is installed, with warnings as errors.
+def run(
+    python: Path,
+    folder: Path,
+    tests: Sequence[str] = (*TESTS, "--deselect", _LEFT_OUT),
+    *,
+    has_assets: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Runs tests on what is installed, with warnings as errors.
 
     Args:
         python: an interpreter with the wheel and `requirements`.
         folder: for a copy of the tests and of what starts their servers, without the package: what
             is installed is found.
+        tests: files, and what else pytest takes.
+        has_assets: whether they need the bundled model and texts.
     """
+    left_out = ["__pycache__", *([] if has_assets else ["assets"])]
     for name in ("tests", "testkit", "runtime_cpu"):
-        shutil.copytree(
-            ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "assets")
-        )
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns(*left_out))
     shutil.copy(ROOT / "pyproject.toml", folder)
+    # What the tests start has to find the same packages.
+    path = f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}"
     return subprocess.run(
-        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, "--deselect", _LEFT_OUT],
+        [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *tests],
         cwd=folder,
-        env={**os.environ, "PYTHONPATH": ""},
+        env={**os.environ, "PYTHONPATH": "", "PATH": path},
         capture_output=True,
         text=True,
         check=False,

@@ -9,9 +9,10 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from packaging.utils import canonicalize_name
 
 from sglang_ext import __version__
-from testkit.pythons import interpreters
+from testkit.pythons import interpreters, pins, served
 from testkit.release import ROOT, ReleaseError, check_changelog, trials
 
 
@@ -39,8 +40,31 @@ def test_the_wheel_is_tested_under_the_other_pythons_that_are_here(
         if version in here
     ]
     assert [each.is_tested for each in found if each.built == Path("a.tar.gz")] == [False]
+    of_others = {f"wheel, Python {version}" for version in here if version != this}
+    assert {each.what for each in found if each.is_served} == of_others & {
+        f"wheel, Python {served.VERSION}"
+    }
     said = capsys.readouterr().out.splitlines()
     assert said == [f"wheel, Python {version}: not on this machine" for version in rest]
+
+
+def test_a_server_is_tried_under_a_python_that_is_supported() -> None:
+    assert served.VERSION in interpreters.supported()
+    assert all((ROOT / path).is_file() for path in served.TESTS)
+
+
+def test_torch_is_taken_as_sglang_pins_it_and_all_else_as_it_is_pinned_here() -> None:
+    assert pins.torch_of(["torchaudio==2.11.0", "torch==9.8.7", "torchvision"]) == "9.8.7"
+    wanted = served.requirements("9.8.7")
+    assert [each for each in wanted if each.startswith(("torch", "triton"))] == ["torch==9.8.7"]
+    pinned = {name: version for name, version in map(pin_of, pins.constraints()) if version}
+    of_others = [pin_of(each) for each in wanted if not each.startswith("torch")]
+    assert [(name, pinned[name]) for name, _ in of_others] == of_others
+
+
+def pin_of(line: str) -> tuple[str, str]:
+    name, _, version = line.partition("==")
+    return canonicalize_name(name), version
 
 
 @pytest.fixture(scope="module")

@@ -1,10 +1,10 @@
 """Parses many command lines in one process, as SGLang's main process does, plugins loaded.
 
-Reads a JSON list of {"argv", "sglang", "resolve"} from stdin; `sglang` is a folder to be looked at
-as if it were the SGLang that is installed. Writes for each either {"exit", "stderr"} or {"args":
-SGLang's arguments, "hier_kv": the plugin's settings}. With "resolve" SGLang decides what was left
-open, as it does before it starts its processes. Importing SGLang takes seconds, so the tests run
-this once.
+Reads a JSON list of {"argv", "sglang", "resolve", "allow_untested"} from stdin; `sglang` is a
+folder to be looked at as if it were the SGLang that is installed. Writes for each either {"exit",
+"stderr"} or {"args": SGLang's arguments, "hier_kv": the plugin's settings}. With "resolve" SGLang
+decides what was left open, as it does before it starts its processes. Importing SGLang takes
+seconds, so the tests run this once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import io
 import json
+import os
 import sys
 import traceback
 from functools import partial
@@ -36,6 +37,7 @@ def main() -> None:
     for case in json.load(sys.stdin):
         place = case.get("sglang")
         verdict.installed = partial(SGLangSource, Path(place)) if place else true_installed
+        os.environ[verdict.ALLOW_UNTESTED] = "1" if case.get("allow_untested") else ""
         resolve = bool(case.get("resolve"))
         out.append(_parse(prepare_server_args, names, case["argv"], resolve))
     print("\n" + json.dumps(out))

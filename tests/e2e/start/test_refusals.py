@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from runtime_cpu import launch
-from sglang_ext.seam.contract.symbols import SYMBOLS
+from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol
 from testkit.drafts.eagle import DRAFTS
 from testkit.published_model import TOKENIZER_FILES
 from testkit.rank_requests import ENVIRONMENT
 from testkit.requests import flush_device
 from testkit.server import ROOT, TINYLM, Server, ServerError
-from testkit.sglang_copy import SglangCopy
+from testkit.sglang_copy import TWENTY, SglangCopy
 from tests.e2e.hier_server import (
     NUM_TOKENS,
     PAGE,
@@ -347,6 +347,11 @@ def parsed(folder: Path) -> Parsed:
     broken = SglangCopy(folder / "broken", "0.6.0")
     broken.rename(HOOKED)
     cases["broken"] = {"argv": [*ON, *SMALL], "sglang": str(broken.folder)}
+    for number, symbol in enumerate(TWENTY):
+        copy = SglangCopy(folder / f"broken-{number}", "0.6.0")
+        copy.rename(symbol)
+        place = {"sglang": str(copy.folder), "allow_untested": True}
+        cases[f"broken: {symbol}"] = {"argv": [*ON, *SMALL], **place}
     cases["broken, off"] = {"argv": ON[:-1], "sglang": str(broken.folder)}
     later = SglangCopy(folder / "later", "0.6.0")
     later.add_statement(HOOKED)
@@ -491,6 +496,16 @@ def test_another_sglang_is_refused_only_where_it_breaks_what_is_used(
     assert_one_sentence(result["stderr"], expected, folder)
     assert "args" in parsed["broken, off"]
     assert "args" in parsed["later"]
+
+
+@pytest.mark.parametrize("symbol", TWENTY, ids=str)
+def test_each_of_twenty_names_that_is_gone_ends_the_start_whatever_was_allowed(
+    parsed: Parsed, folder: Path, symbol: Symbol
+) -> None:
+    result = parsed[f"broken: {symbol}"]
+    assert result.get("exit") == 1, result
+    expected = [f"SGLang 0.6.0 {symbol} is missing", "install sglang==0.5.23"]
+    assert_one_sentence(result["stderr"], expected, folder)
 
 
 def test_the_switch_changes_three_arguments_and_no_switch_changes_none(parsed: Parsed) -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bench.core.case import ALLOW_DIRTY
-from bench.serve import routing, telling
+from bench.serve import routing, telling, telling_probe
 
 
 @pytest.mark.parametrize(
@@ -51,3 +53,23 @@ def test_it_fails_where_telling_is_more_than_a_hundredth_of_the_thread(
     said = capsys.readouterr()
     assert f"{share:.2%} of its 100 us" in said.out
     assert ("at most 1% of the scheduler's thread" in said.err) == bool(status)
+
+
+def test_idle_steps_count_as_telling_only_where_they_tell(tmp_path: Path) -> None:
+    """An idle scheduler asks for events thousands of times a second: nobody waits for that."""
+    probe, there = telling_probe._Probe(tmp_path / "told"), [False]
+    take = probe.noted(lambda: [1] if there[0] else [])
+    publish = probe.counted(lambda: [take(), sum(range(100_000))], "telling_s")
+
+    def told_by(step: Callable[[], object], *, is_there: bool) -> float:
+        there[0], before = is_there, probe._spent_s["telling_s"]
+        step()
+        publish()
+        return probe._spent_s["telling_s"] - before
+
+    idle = probe.begins(lambda: None, is_idle=True)
+    batch = probe.begins(lambda: None, is_idle=False)
+    assert told_by(idle, is_there=False) == 0
+    assert told_by(idle, is_there=True) > 0
+    assert told_by(idle, is_there=False) == 0
+    assert told_by(batch, is_there=False) > 0
