@@ -15,7 +15,7 @@ from testkit.simulated.device import ConflictError
 from tests.long_form import count
 from tests.property.device import mistakes
 from tests.property.device.mistakes import Mutation
-from tests.property.device.truncation_on_device import TruncationOnDevice
+from tests.property.device.cache_on_device import TruncationOnDevice
 from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.truncation_world import world
 
