@@ -8,7 +8,7 @@ launch fails, and the device has no memory left.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: E402
 from sglang_ext.device.ports import DevicePort  # noqa: E402
 from sglang_ext.tiers.disk.segments.fileio import FileIO  # noqa: E402
 from sglang_ext.tiers.host import HostArena, Slots  # noqa: E402
-from testkit.simulated.device import Cell  # noqa: E402
+from testkit.simulated.device import Cell, ConflictError  # noqa: E402
 from testkit.simulated.kernels import pool_cell  # noqa: E402
 from testkit.simulated.threaded import FollowedDeque, following_locks  # noqa: E402
 from tests.property.device.rough_device import RoughDevice, RoughLaunches  # noqa: E402
@@ -236,3 +236,22 @@ class QueueOnDevice(CacheOnDevice, QueueWorld):
 
 class PairsOnDevice(CacheOnDevice, PairsWorld):
     """Keys of pairs of tokens; it has many methods because `PairsWorld` has."""
+
+
+def require_found(make: Callable[[int], CacheOnDevice], num_worlds: int = 20) -> None:
+    """Runs worlds with a mistake in them, one by one, until one has found it.
+
+    Raises:
+        AssertionError: none did.
+    """
+    for seed in range(num_worlds):
+        world = make(seed)
+        try:
+            for _ in range(500):
+                world.step()
+            world.drain()
+        except ConflictError:
+            return
+        finally:
+            world.close()
+    raise AssertionError("the mistake is not found")
