@@ -64,14 +64,12 @@ def run_one_copy(folder: Path, patch: pytest.MonkeyPatch, seed: int) -> list[Any
     return run_cut(folder, patch, seed, kind=OneCopyOnDevice, own=own, shared={}, **sizes)
 
 
-def run_stores(
-    folder: Path, patch: pytest.MonkeyPatch, seed: int, *, shared: bool, num_steps: int = NUM_STEPS
-) -> list[Any]:
+def run_stores(folder: Path, patch: pytest.MonkeyPatch, seed: int, *, shared: bool) -> list[Any]:
     """Ranks of stores alone."""
     folder.mkdir(exist_ok=True)
     with device_of_ranks(seed) as device:
         ranks, _ = ranks_world.run_ranks(
-            folder, num_ranks=2, num_steps=num_steps, seed=seed, policy="timeout", shared=shared,
+            folder, num_ranks=2, num_steps=NUM_STEPS, seed=seed, policy="timeout", shared=shared,
             kind=partial(StoreRankOnDevice, device=device),
         )  # fmt: skip
     return ranks
