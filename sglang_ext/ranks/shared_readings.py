@@ -20,8 +20,14 @@ class SharedReading:
 
     def __init__(self, slots: Slots) -> None:
         self.slots = slots
-        self.is_over = False  # on this rank
+        self._is_over = False  # on this rank
         self._lock = threading.Lock()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether this rank is done with the slots; whoever is told so goes on behind that."""
+        with self._lock:
+            return self._is_over
 
     def end(self) -> None:
         """This rank is done with the slots.
@@ -30,9 +36,9 @@ class SharedReading:
             TierUsageError: it was before.
         """
         with self._lock:
-            if self.is_over:
+            if self._is_over:
                 raise TierUsageError("A load of shared pages was ended twice.")
-            self.is_over = True
+            self._is_over = True
 
 
 class SharedReadings:

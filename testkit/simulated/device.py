@@ -137,14 +137,15 @@ class SimulatedDevice(DevicePort):
         self._cells: dict[Cell, _Cell] = {}
         self._memories: list[tuple[int, int, str, int]] = []
         self._kept: list[Any] = []  # an address stays that of one thing
-        self._calls: deque[tuple[Event, Callable[[], None]]] = deque()
+        self._calls: deque[tuple[Event, str, Callable[[], None]]] = deque()
         self._step = 0.0
         # Memory that was given back, by the stream it was taken on and its size.
         self._heap: dict[tuple[str, int], list[npt.NDArray[np.int64]]] = {}
         self.memory_left: int | None = None  # None: enough
         self.copies_fail_in: int | None = None  # calls until one fails half-way; None: never
         self._num_tensors = 0
-        self._freed: list[tuple[Cell, Clock]] = []  # tensors of SGLang's that nobody holds
+        # Tensors of SGLang's that nobody holds, by the stream they were made on.
+        self._freed: dict[str, list[tuple[Cell, Clock]]] = {}
 
     # ---- threads ----
 
@@ -235,7 +236,11 @@ class SimulatedDevice(DevicePort):
             self.take_over(clock)
             call()
 
-        self._calls.append((event, follow))
+        self._calls.append((event, self._landing_thread(), follow))
+
+    def _landing_thread(self) -> str:
+        """Name of the thread of the device's that calls what the acting thread has called."""
+        return "landed"
 
     def seconds_between(self, first: Event, last: Event) -> float:
         assert first.at is not None
@@ -296,7 +301,7 @@ class SimulatedDevice(DevicePort):
             self.copies_fail_in -= 1
             if self.copies_fail_in < 0:
                 self.count(f"failed copies on {self._thread}")
-                return page_slots[: len(page_slots) // 2].copy(), True
+                return page_slots[: -(-len(page_slots) // 2)].copy(), True
         return page_slots.copy(), False
 
     def upload(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
@@ -335,22 +340,23 @@ class SimulatedDevice(DevicePort):
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         """One of SGLang's, which the acting thread's stream makes.
 
-        As torch does, it may be given memory of one that nobody holds any more, whatever other
-        streams still read there.
+        As torch does, it may be given memory of one of this stream's that nobody holds any more,
+        whatever other streams still read there.
         """
+        stream = self.current_stream().name
         made: Any = values.clone().as_subclass(DeviceTensor)
         self._num_tensors += 1
         made.simulated, made.cell = self, ("rows", self._num_tensors)
-        freed, self._freed = self._freed, []
+        freed = self._freed.pop(stream, [])
         for _, clock in freed:
             self.take_over(clock)  # the allocator's lock
         self.launch("make a tensor", _nothing, (), [made.cell, *(cell for cell, _ in freed)])
-        weakref.finalize(made, self._free, made.cell)
+        weakref.finalize(made, self._free, stream, made.cell)
         known: torch.Tensor = made
         return known
 
-    def _free(self, cell: Cell) -> None:
-        self._freed.append((cell, dict(self._clock())))
+    def _free(self, stream: str, cell: Cell) -> None:
+        self._freed.setdefault(stream, []).append((cell, dict(self._clock())))
 
     def rows(self, token_slots: torch.Tensor) -> npt.NDArray[np.int64]:
         self.launch("rows", _nothing, [cell_of(token_slots)], ())
@@ -464,9 +470,9 @@ class SimulatedDevice(DevicePort):
 
     def deliver(self, *, everything: bool = False) -> None:
         """What follows events is called, on a thread of the device's own, where they happened."""
-        with self.acting("landed"):
-            while self._calls and (everything or _happened(self._calls[0][0])):
-                event, call = self._calls.popleft()
+        while self._calls and (everything or _happened(self._calls[0][0])):
+            event, thread, call = self._calls.popleft()
+            with self.acting(thread):
                 self.synchronize(event)
                 call()
                 del event, call  # what they kept is given up by this thread

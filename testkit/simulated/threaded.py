@@ -2,9 +2,13 @@
 
 `SimulatedDevice` plays threads; here they are real, so the clock of a thread follows what it takes:
 whoever takes a lock goes on behind whoever gave it back, whoever takes something from a queue
-behind whoever put it there, and a thread behind whoever started it (`following_locks`). What none
-of these orders, and no event, is a conflict still. A thread of the device's own runs what is queued
-and calls what follows events, whatever the other threads do meanwhile.
+behind whoever put it there, a thread behind whoever started it, and whoever waits for its end
+behind that (`following_locks`). What none of these orders, and no event, is a conflict still. A
+thread of the device's own runs what is queued and calls what follows events, whatever the other
+threads do meanwhile.
+
+Ranks share one, as if each had a device of its own: what a rank does is done in `of_rank`, and so
+only what ranks tell each other orders them.
 """
 
 from __future__ import annotations
@@ -13,13 +17,13 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 from testkit.simulated.device import Cell, Clock, ConflictError, Event, SimulatedDevice
 
 _REAL_LOCK, _REAL_RLOCK, _REAL_QUEUE = threading.Lock, threading.RLock, queue.SimpleQueue
-_REAL_START = threading.Thread.start
+_REAL_START, _REAL_JOIN = threading.Thread.start, threading.Thread.join
 _WORKER_PAUSE_S = 0.0005
 
 
@@ -61,13 +65,42 @@ class ThreadedDevice(SimulatedDevice):
         with self._mutex:
             self._num_started += 1
             name, clock, run = f"{thread.name} {self._num_started}", self.hand_over(), thread.run
+        rank = self._rank
 
         def follow() -> None:
-            self._thread = name
+            self._thread, self._local.rank = name, rank
             self.take_over(clock)
-            run()
+            try:
+                run()
+            finally:
+                thread.done = self.hand_over()  # type: ignore[attr-defined]
 
         thread.run = follow  # type: ignore[method-assign]
+
+    def ended(self, thread: threading.Thread) -> None:
+        """The calling thread has waited for the end of another, and goes on behind it."""
+        self.take_over(getattr(thread, "done", {}))
+
+    @property
+    def _rank(self) -> str:
+        rank: str = getattr(self._local, "rank", "")
+        return rank
+
+    @contextmanager
+    def of_rank(self, number: int) -> Iterator[None]:
+        """What is called, and the threads that it starts, are a rank's."""
+        before, self._local.rank = self._rank, f" of rank {number}"
+        try:
+            yield
+        finally:
+            self._local.rank = before
+
+    def is_scheduler(self) -> None:
+        """The calling thread is a scheduler's: it must not wait for the device either."""
+        self.may_not_wait.add(self._thread)
+
+    def _landing_thread(self) -> str:
+        return f"landed{self._rank}"
 
     def reach(self, event: Event) -> None:
         """Lets the device get to an event; the calling thread learns nothing by that."""
@@ -77,19 +110,19 @@ class ThreadedDevice(SimulatedDevice):
 
     def deliver(self, *, everything: bool = False) -> None:
         """As `SimulatedDevice`; what is called takes locks, so it runs outside of the device's."""
-        with self.acting("landed"):
-            while self._calls and (everything or self._calls[0][0].at is not None):
-                event, call = self._calls.popleft()  # one thread delivers at a time
+        while self._calls and (everything or self._calls[0][0].at is not None):
+            event, thread, call = self._calls.popleft()  # one thread delivers at a time
+            with self.acting(thread):
                 self.synchronize(event)
                 call()
                 del event, call
 
-    def _free(self, cell: Cell) -> None:
+    def _free(self, stream: str, cell: Cell) -> None:
         # Behind what `deliver` waited for, too, before it gave up what it kept of the tensor: its
         # count of references orders these, and takes no lock.
         with self._mutex:
-            self.take_over(self._threads.get("landed", {}))
-            super()._free(cell)
+            self.take_over(self._threads.get(self._landing_thread(), {}))
+            super()._free(stream, cell)
 
     def close(self) -> None:
         """Ends the device's own thread, and then does what was handed to it."""
@@ -100,9 +133,13 @@ class ThreadedDevice(SimulatedDevice):
     def _work(self) -> None:
         pause = threading.Event()
         while not self._is_over:
-            with suppress(ConflictError):  # noted, and others wait for what follows
+            try:
                 self.run(self._draw())
                 self.deliver()
+            except ConflictError:
+                pass  # noted, and others wait for what follows
+            except Exception as error:
+                self.conflicts.append(ConflictError(f"what follows an event failed: {error!r}"))
             pause.wait(_WORKER_PAUSE_S)
 
     def _draw(self) -> int:
@@ -223,6 +260,11 @@ class FollowedDeque:
         """Drops all."""
         self._entries.clear()
 
+    def __getitem__(self, at: int) -> Any:
+        clock, entry = self._entries[at]
+        self._device.take_over(clock)
+        return entry
+
     def __len__(self) -> int:
         return len(self._entries)
 
@@ -231,21 +273,27 @@ class FollowedDeque:
 def following_locks(device: ThreadedDevice) -> Iterator[None]:
     """Context in which what is made or started orders threads on a device's clocks.
 
-    That is locks, the queues of `queue.SimpleQueue`, and threads.
+    That is locks, the queues of `queue.SimpleQueue`, and threads. In one such context there may be
+    another of the same device.
     """
 
     def start(thread: threading.Thread) -> None:
         device.started(thread)
         _REAL_START(thread)
 
+    def join(thread: threading.Thread, timeout: float | None = None) -> None:
+        _REAL_JOIN(thread, timeout)
+        if not thread.is_alive():
+            device.ended(thread)
+
     made: Any = threading
     queues: Any = queue
+    before = made.Lock, made.RLock, queues.SimpleQueue, made.Thread.start, made.Thread.join
     made.Lock = lambda: _FollowedLock(device, _REAL_LOCK())
     made.RLock = lambda: _FollowedLock(device, _REAL_RLOCK())
     queues.SimpleQueue = lambda: _FollowedQueue(device)
-    made.Thread.start = start
+    made.Thread.start, made.Thread.join = start, join
     try:
         yield
     finally:
-        made.Lock, made.RLock, queues.SimpleQueue = _REAL_LOCK, _REAL_RLOCK, _REAL_QUEUE
-        made.Thread.start = _REAL_START
+        made.Lock, made.RLock, queues.SimpleQueue, made.Thread.start, made.Thread.join = before

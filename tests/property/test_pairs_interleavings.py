@@ -38,6 +38,7 @@ class PairsWorld(World):
         if req in self.running:  # its last row was computed when no token was behind it yet
             row = self.rows_of(req, start - 1, start)
             value = self.row_values(req.tokens, start)[-1:, None]
+            self.at_rows("learns what follows", row, writes=True)
             for buffer in (*self.kv_pool.k_buffer, *self.kv_pool.v_buffer):
                 buffer[row, :, IDENTITY : IDENTITY + 4] = value
         super().forward(req, start, end)

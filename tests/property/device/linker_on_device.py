@@ -59,7 +59,7 @@ class LinkerOnDevice(World):
             for page in pages
             for row in range(page * PAGE, (page + 1) * PAGE)
         ]
-        self.device.forward(what, cells, writes=writes)
+        self.device.forward(what, cells, writes=writes, stream=self.forwards)
 
     def layer_of(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """The forward's stream waits for the layer."""
@@ -75,6 +75,17 @@ class LinkerOnDevice(World):
         super().trouble()
         if not self.batches:
             self.device.failure = self.rng.choice((0.0, 0.0, 0.0, 0.02, 0.1))
+
+    def load_failed(self) -> None:
+        """Its slots, or its buffers, are wanted again at once, now and then."""
+        kind = self.rng.choice(("", "clear", "load"))
+        if kind == "clear":
+            self.store.clear()
+        elif kind == "load":
+            self.device.failure = 0.0
+            for _ in range(4):
+                self.load()
+            self.forward()
 
     def step(self) -> None:
         """One thing happens, and nothing was out of order so far."""

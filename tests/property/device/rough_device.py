@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from sglang_ext.kernels import rope as rope_kernels
 from sglang_ext.tiers.host import HostArena
-from testkit.simulated.device import Cell
+from testkit.simulated.device import Cell, Stream
 from testkit.simulated.kernels import SimulatedKernels
 from testkit.simulated.threaded import ThreadedDevice
 
@@ -30,16 +30,16 @@ class RoughDevice(ThreadedDevice):
 
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
-        self._slots = (0, 0)  # addresses of the first and behind the last
+        self._slots: list[range] = []  # addresses of those of each arena
         self.forwards = self.new_stream(())
 
-    def forward(self, what: str, cells: Sequence[Cell], *, writes: bool) -> None:
-        """A forward reads or writes, behind what the scheduler's stream has by now.
+    def forward(self, what: str, cells: Sequence[Cell], *, writes: bool, stream: Stream) -> None:
+        """A forward reads or writes on its stream, behind what the scheduler's has by now.
 
         The device gets there: what is read then is what is there.
         """
-        self.wait(self.forwards, self.record(self.current_stream()))
-        with self.on(self.forwards):
+        self.wait(stream, self.record(self.current_stream()))
+        with self.on(stream):
             self.touch_here(what, () if writes else cells, cells if writes else ())
 
     def touch_here(self, what: str, reads: Iterable[Cell], writes: Iterable[Cell]) -> None:
@@ -58,12 +58,12 @@ class RoughDevice(ThreadedDevice):
     def add_arena(self, arena: HostArena) -> None:
         """Slots, whose accesses are noted."""
         self.add_memory(arena.slots, "slot", arena.slot_bytes)
-        self._slots = (arena.address, arena.address + arena.nbytes)
+        self._slots.append(range(arena.address, arena.address + arena.nbytes))
 
     def touch_slots(self, buffers: Sequence[memoryview], *, is_read: bool) -> None:
         """What the calling thread reads from the disk, or writes there; of slots it is noted."""
         for part in (np.frombuffer(buffer, np.uint8) for buffer in buffers):
-            if self._slots[0] <= part.ctypes.data < self._slots[1]:
+            if any(part.ctypes.data in slots for slots in self._slots):
                 what, cells = (
                     f"{'read from' if is_read else 'written to'} disk",
                     self.cells_of(part),

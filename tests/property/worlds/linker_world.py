@@ -494,7 +494,12 @@ class World:
             for offset, page in enumerate(request.pages):
                 self.expect(request.chain, request.start + offset, page, range(LAYERS))
             self.insert(Node(request.chain, request.start, request.pages))
+        if not landed and not batch.stale:
+            self.load_failed()
         return None
+
+    def load_failed(self) -> None:
+        """A batch's copies failed; its requests are given up."""
 
     def plan(self) -> bool | None:
         """A request waits in the queue while its pages are brought from disk."""

@@ -272,7 +272,7 @@ class Rank:
         self.own = random.Random(1000 * seed + number)
         self.failure = failure
         reads = memory is not None and number > 0
-        self.arena = HostArena(NUM_SLOTS, SLOT_BYTES, memory=memory, is_borrowed=reads)
+        self.arena = self._make_arena(NUM_SLOTS, SLOT_BYTES, memory=memory, is_borrowed=reads)
         has_disk, has_remote = not remote and not reads, remote and not reads
         self.disk = self._open_disk(folder / f"{number}") if has_disk else None
         self.remote = self._open_remote(folder / f"remote-{number}") if has_remote else None
@@ -335,6 +335,13 @@ class Rank:
         self.saver = threading.Thread(target=self._run_saves, daemon=True)
         self.saver.start()
 
+    def _make_arena(self, *args: Any, **options: Any) -> HostArena:
+        return HostArena(*args, **options)
+
+    def _open_io(self, io: FileIO) -> FileIO:
+        """The disk's system calls."""
+        return io
+
     def _admission_of(self, wire: Wire | Stages) -> Lockstep:
         parts = (self.store, self.waiting_room, self._handles, self)
         common: dict[str, Any] = {
@@ -373,7 +380,7 @@ class Rank:
     def _open_disk(self, folder: Path) -> DiskTier:
         io = BadDisk(random.Random(self.own.random()), self.failure)
         config = DiskConfig(folder, 16 << 20, 0, segment_bytes=256 << 10, direct_io="off")
-        return DiskTier(config, io=io)
+        return DiskTier(config, io=self._open_io(io))
 
     def _open_remote(self, folder: Path) -> RemoteStore:
         folder.mkdir()
@@ -429,6 +436,14 @@ class Rank:
         HierKVRadixCache.release_all_plans(cast(Any, self))
 
     # ---- the scheduler ----
+
+    def run(self, num_steps: int) -> None:
+        """The whole script, and all that it began to its end; on the rank's own thread."""
+        for _ in range(num_steps):
+            self.step()
+        self.drain()
+        if self.stages is not None:
+            self.stages.leave(self.number)
 
     def step(self) -> None:
         """One step of the scheduler, in SGLang's order."""
@@ -760,15 +775,21 @@ class Rank:
         self, space: KeySpace, hashes: Any, numbers: list[int], made_by: list[Makers]
     ) -> bool:
         ticket = self.store.begin_save(space, hashes, np.empty((0, 32), np.uint8))
-        for page, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True):
-            record = make_slot(numbers[page], space.digest, space.lora)
+        pages = ticket.pages.tolist()
+        records = [make_slot(numbers[page], space.digest, space.lora) for page in pages]
+        for page, record in zip(pages, records, strict=True):
             record[HEADER_BYTES : HEADER_BYTES + PAYLOAD_BYTES] = content(
                 numbers[page], made_by[page]
             )
-            self.arena.slots[slot] = record
+        self._fill(ticket.slots, records)
         ok = self.own.random() >= self.failure
         self.store.finish_save(ticket, ok=ok)
         return ok and ticket.dropped == 0
+
+    def _fill(self, slots: Any, records: Sequence[Any]) -> None:
+        """A save writes its slots."""
+        for slot, record in zip(slots.tolist(), records, strict=True):
+            self.arena.slots[slot] = record
 
 
 class WaitedInVainError(AssertionError):
@@ -806,6 +827,7 @@ def run_ranks(
     changes: bool = False,
     num_stages: int = 1,
     shared: bool = False,
+    kind: Callable[..., Rank] = Rank,
 ) -> tuple[list[Rank], Wire | Stages]:
     """Runs all ranks through the script, lets every request end, and checks the accounts.
 
@@ -815,7 +837,7 @@ def run_ranks(
     memory = mmap.mmap(-1, NUM_SLOTS * SLOT_BYTES) if shared else None
     wire = Wire(num_ranks) if num_stages == 1 else Stages(num_ranks, num_stages)
     ranks = [
-        Rank(
+        kind(
             folder, number, wire, seed=seed, policy=policy, failure=failure, lookahead=lookahead,
             remote=remote, changes=changes, memory=memory,
         )
@@ -825,11 +847,7 @@ def run_ranks(
 
     def run(rank: Rank) -> None:
         try:
-            for _ in range(num_steps):
-                rank.step()
-            rank.drain()
-            if rank.stages is not None:
-                rank.stages.leave(rank.number)
+            rank.run(num_steps)
         except BaseException as error:
             errors.append(error)
             wire.abort()

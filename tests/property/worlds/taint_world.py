@@ -153,6 +153,7 @@ class Request:
     host_hit_length: int = 0
     cached_tokens: int = 0
     done: bool = False
+    discard_output_reason: Any = None
 
     def __post_init__(self) -> None:
         custom = {"hier_kv_exact": True} if self.exact else None
@@ -183,11 +184,13 @@ class TextScheduler:
         waiting_queue: of nobody.
         server_args: SGLang's.
         model_config: SGLang's.
+        chunked_req: none; here a request whose load fails ends at once.
     """
 
     waiting_queue: Any = ()
     server_args: ClassVar[Any] = SimpleNamespace()
     model_config: ClassVar[Any] = SimpleNamespace(is_multimodal=False)
+    chunked_req = None
 
 
 class World:
@@ -198,10 +201,12 @@ class World:
     Attributes:
         forwards: the stream that forwards run on; None where the CPU does the work.
         kernels: that copy pages.
+        can_fail: whether copies to and from the device may.
     """
 
     forwards: Any = None
     kernels: Any = rope_kernels
+    can_fail = False
     arena_type: ClassVar[type[HostArena]] = HostArena
 
     def __init__(
@@ -262,7 +267,7 @@ class World:
             disk_config = DiskConfig(
                 folder / "disk", disk_bytes, 0, min(256 << 10, disk_bytes // 4), direct_io="off"
             )
-            disk = DiskTier(disk_config, seals=seals, io=io)
+            disk = DiskTier(disk_config, seals=seals, io=self._open_io(io))
         codec: LossyCodec | None = None
         if lossy and keeps:
             codec = LossyCodec(self.layout, raw_share, random.Random(seed + 1))
@@ -324,6 +329,10 @@ class World:
     def _open_port(self) -> DevicePort:
         """What the pool lies on; the arena is there by now."""
         return HostPort()
+
+    def _open_io(self, io: FileIO | None) -> FileIO | None:
+        """The disk's system calls; None for the operating system's."""
+        return io
 
     def at_rows(self, what: str, rows: torch.Tensor, *, writes: bool) -> None:
         """A forward reads or writes rows of all layers; the CPU does so in order."""
@@ -496,14 +505,31 @@ class World:
         self.cache.maybe_hand_to_session(req)
         index = self.cache.ready_to_load_host_cache()
         self.cache.hier_linker.layer_done_counter.set_consumer(index)
-        assert not self.cache.finish_external_linker_loads([req])
+        failed = self.cache.finish_external_linker_loads([req])
         self.cache.hier_linker.layer_done_counter.set_consumer(-1)
+        if failed or self.load_failed(req):
+            self.abort(req)
+            return True
         self.check_report(req)
         self.runs(req)
         self.forward(req, req.prefix_len, target)
         self.checkpoint(req, target)
         self.running.append(req)
         return True
+
+    def load_failed(self, req: Request) -> bool:
+        """Whether a load failed of which `finish_external_linker_loads` could not tell yet."""
+        return False
+
+    def abort(self, req: Request) -> None:
+        """Its load failed: what was computed is dropped, and it ends."""
+        assert self.can_fail
+        assert req.discard_output_reason is not None
+        assert req.skip_radix_cache_insert
+        req.done = True
+        self.counts["failed loads"] = self.counts.get("failed loads", 0) + 1
+        assert not self.cache.claim_kv_row(req)
+        self.release(req)
 
     def runs(self, req: Request) -> None:
         """A request is about to be computed, its loads are queued."""
