@@ -15,6 +15,8 @@ ARGS ?=
 CASE ?= all
 BENCH_ARGS ?= --quick
 TESTS ?=
+# Set: `make dist` starts a server on Python 3.12, too.
+SERVED ?=
 # A name is a folder of tests/, or whatever else pytest takes.
 SELECTED = $(foreach each,$(TESTS),$(if $(wildcard tests/$(each)),tests/$(each),$(each)))
 # Test files that run at a time, in order, the long ones first: a server's start waits as much as it computes.
@@ -85,7 +87,7 @@ contract: $(STAMP)
 # The wheel and the source archive, each tried in an environment without anything else. Nothing of
 # $(VENV) is needed, so it may be made beside it.
 dist:
-	"$(PYTHON)" -m testkit.release
+	"$(PYTHON)" -m testkit.release $(if $(SERVED),--served)
 
 test: $(STAMP) $(PREBUILT)
 	HIER_KV_LONG=$(LONG) $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(SELECTED)

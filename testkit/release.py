@@ -1,14 +1,15 @@
 """Builds the wheel and the source archive, and installs each where nothing else is.
 
-``python -m testkit.release`` (`make dist`); both are left in ``dist/``. The wheel is built from the
-source archive, so that nothing but what the archive holds can be in it. It is tried with every
-Python that `pyproject.toml` names and this machine has, the archive with the one that runs this.
-Under the others, which run no other tests, it is tested as far as that goes without torch, and
-under one of them with a server.
+``python -m testkit.release [--served]`` (`make dist`); both are left in ``dist/``. The wheel is
+built from the source archive, so that nothing but what the archive holds can be in it. It is tried
+with every Python that `pyproject.toml` names and this machine has, the archive with the one that
+runs this. Under the others, which run no other tests, it is tested as far as that goes without
+torch, and with `--served` under one of them with a server (`pythons/served.py`).
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import shutil
 import subprocess
@@ -76,10 +77,13 @@ class Trial(NamedTuple):
 
 def main() -> None:
     """Builds, checks and tries; ends with one sentence where something is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m testkit.release", description=__doc__)
+    parser.add_argument("--served", action="store_true", help="downloads 3 GB, and holds 6")
+    args = parser.parse_args()
     try:
         check_changelog((ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), __version__)
         with tempfile.TemporaryDirectory(prefix="hier-kv-release-") as scratch:
-            release(Path(scratch))
+            release(Path(scratch), is_served=args.served)
     except ReleaseError as error:
         sys.exit(f"release: {error}")
 
@@ -94,8 +98,8 @@ def check_changelog(text: str, version: str) -> None:
         )
 
 
-def release(scratch: Path) -> None:
-    """Builds both, and installs each into environments of its own."""
+def release(scratch: Path, *, is_served: bool) -> None:
+    """Builds both, and installs each into environments of its own; see `trials`."""
     call([sys.executable, "-m", "venv", scratch / "tools"])
     tools = scratch / "tools" / "bin"
     install(tools, tools, TOOLS)
@@ -111,18 +115,20 @@ def release(scratch: Path) -> None:
     for path in built:
         print(f"{path.name}: {path.stat().st_size:,} bytes", flush=True)
     with ThreadPoolExecutor() as pool:  # they wait for what they install
-        found = [(each.what, pool.submit(try_out, each, tools)) for each in trials(scratch, built)]
+        tried = trials(scratch, built, is_served=is_served)
+        found = [(each.what, pool.submit(try_out, each, tools)) for each in tried]
     for what, lines in found:
         print("\n".join([what, *lines.result()]), flush=True)
     print("release: both can be installed and used")
 
 
-def trials(scratch: Path, built: Sequence[Path]) -> list[Trial]:
+def trials(scratch: Path, built: Sequence[Path], *, is_served: bool) -> list[Trial]:
     """What is tried; prints which Pythons are not here.
 
     Args:
         scratch: for the environments.
         built: the wheel and the archive.
+        is_served: whether one of them is tried with a server.
     """
     archive, wheel = sorted(built, key=lambda path: path.suffix)
     found = [Trial("source archive", Path(sys.executable), scratch / "archive", archive)]
@@ -133,8 +139,8 @@ def trials(scratch: Path, built: Sequence[Path]) -> list[Trial]:
             print(f"{what}: not on this machine", flush=True)
         else:
             is_tested = version != this
-            is_served = is_tested and version == served.VERSION
-            found.append(Trial(what, python, scratch / version, wheel, is_tested, is_served))
+            has_server = is_served and is_tested and version == served.VERSION
+            found.append(Trial(what, python, scratch / version, wheel, is_tested, has_server))
     return found
 
 

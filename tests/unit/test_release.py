@@ -33,7 +33,8 @@ def test_the_wheel_is_tested_under_the_other_pythons_that_are_here(
     one, *rest = [each for each in interpreters.supported() if each != this]
     here = {this: Path("/other/python"), one: Path("/one/python")}
     monkeypatch.setattr(interpreters, "find", here.get)
-    found = trials(Path("scratch"), [Path("a.whl"), Path("a.tar.gz")])
+    built = [Path("a.whl"), Path("a.tar.gz")]
+    found = trials(Path("scratch"), built, is_served=True)
     assert [(each.what, each.is_tested) for each in found if each.built == Path("a.whl")] == [
         (f"wheel, Python {version}", version == one)
         for version in interpreters.supported()
@@ -44,8 +45,9 @@ def test_the_wheel_is_tested_under_the_other_pythons_that_are_here(
     assert {each.what for each in found if each.is_served} == of_others & {
         f"wheel, Python {served.VERSION}"
     }
+    assert not any(each.is_served for each in trials(Path("scratch"), built, is_served=False))
     said = capsys.readouterr().out.splitlines()
-    assert said == [f"wheel, Python {version}: not on this machine" for version in rest]
+    assert said == 2 * [f"wheel, Python {version}: not on this machine" for version in rest]
 
 
 def test_a_server_is_tried_under_a_python_that_is_supported() -> None:

@@ -13,7 +13,7 @@ from .models.experts import bind_shared_expert
 from .models.parts import find_parts_by_name
 from .models.residuals import allow_streams, bind_residuals
 from .models.rotation import rotate_in_place
-from .narrow_pools import allow_narrow_pools
+from .pools.narrow import allow_narrow_pools
 from .sparse.indexer import allow_sparse_models, bind_indexer
 from .states import allow_snapshots, bind_kernels
 

@@ -36,7 +36,8 @@ def bind_kernels(model: torch.nn.Module) -> None:
     from sglang.kernels.ops.attention.fla import fused_norm_gate, layernorm_gated
     from sglang.srt.layers.attention import hybrid_linear_attn_backend as backend
 
-    from . import kept_states, state_space
+    from . import state_space
+    from .pools import kept_states
 
     for name in ("causal_conv1d_fn", "causal_conv1d_update"):
         for bound in (name, f"{name}_triton"):  # which one is called, a model decides

@@ -23,6 +23,11 @@ from testkit.simulated.device import Event, SimulatedDevice  # noqa: E402
 
 Mutation = Callable[[pytest.MonkeyPatch], None]
 
+may_end_a_thread = pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnhandledThreadExceptionWarning"
+)
+"""Of a test that puts a mistake in: the thread that meets the conflict may end of it."""
+
 
 def say_layers_early(patch: pytest.MonkeyPatch, path: type, stream: str) -> None:
     """Each layer of a load is said to be there behind what was queued before it.

@@ -15,7 +15,7 @@ import pytest
 from testkit.simulated.device import ConflictError
 from tests.long_form import count
 from tests.property.device.linker_on_device import LinkerOnDevice
-from tests.property.device.mistakes import MISTAKES, Mutation
+from tests.property.device.mistakes import MISTAKES, Mutation, may_end_a_thread
 from tests.property.worlds.coverage import missing, run_until_all_seen
 
 ROUNDS = count(1, 20)  # of 500 operations, and on until all is seen
@@ -54,6 +54,7 @@ def test_nothing_is_read_or_written_out_of_order(name: str, tmp_path: Path) -> N
         world.close()
 
 
+@may_end_a_thread
 @pytest.mark.sampled(
     "forward_stream_not_awaited", "layer_event_too_early", "pins_given_back_when_queued",
     "saves_not_awaited", "saved_before_it_was_written", "scheduler_waits",

@@ -92,6 +92,7 @@ def test_nothing_is_read_or_written_out_of_order_with_pairs(
     run(pairs(tmp_path, monkeypatch, seed), "loaded_pages", "saved_pages", "restored_pages")
 
 
+@mistakes.may_end_a_thread
 @pytest.mark.sampled("sent_before_it_was_restored-*", "forwards_not_awaited-*")
 @pytest.mark.parametrize("make", [queue("write_through"), pairs], ids=["queue", "pairs"])
 @pytest.mark.parametrize("mutate", FOUND_IN_BOTH)

@@ -128,6 +128,7 @@ FOUND = [
 ]  # fmt: skip
 
 
+@mistakes.may_end_a_thread
 @pytest.mark.sampled("own-saved_before*", "stores-*", "one copy-keeper*", "one store-readings*")
 @pytest.mark.parametrize(
     ("name", "mutate"), FOUND, ids=[f"{name}-{each.__name__}" for name, each in FOUND]

@@ -15,7 +15,7 @@ import pytest
 
 from tests.long_form import count
 from tests.property.device.cache_on_device import TruncationOnDevice, require_found
-from tests.property.device.mistakes import MISTAKES, Mutation
+from tests.property.device.mistakes import MISTAKES, Mutation, may_end_a_thread
 from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.truncation_world import world
 
@@ -49,6 +49,7 @@ def test_nothing_is_read_or_written_out_of_order(
         served.close()
 
 
+@may_end_a_thread
 @pytest.mark.sampled(
     "restored_page_not_awaited", "saved_before_it_was_written", "sent_before_it_was_restored",
     "pins_of_a_restored_page_given_back",

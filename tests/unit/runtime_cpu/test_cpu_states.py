@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch.nn.functional import silu, softplus
 
-from runtime_cpu.plugins.sglang_cpu import kept_states, state_space
+from runtime_cpu.plugins.sglang_cpu import state_space
+from runtime_cpu.plugins.sglang_cpu.pools import kept_states
 from tests.unit.runtime_cpu.stub_modules import load_stub
 
 convolution = load_stub("convolution")

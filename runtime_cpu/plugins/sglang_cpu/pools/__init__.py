@@ -1,0 +1,1 @@
+"""What SGLang keeps of tokens and sequences, as on a GPU."""
