@@ -116,6 +116,11 @@ def release(scratch: Path, *, is_served: bool) -> None:
         print(f"{path.name}: {path.stat().st_size:,} bytes", flush=True)
     with ThreadPoolExecutor() as pool:  # they wait for what they install
         tried = trials(scratch, built, is_served=is_served)
+        if is_served and not any(each.is_served for each in tried):
+            raise ReleaseError(
+                f"a server is tried with Python {served.VERSION} by another Python, which this "
+                "machine should have; leave --served (SERVED=1) out"
+            )
         found = [(each.what, pool.submit(try_out, each, tools)) for each in tried]
     for what, lines in found:
         print("\n".join([what, *lines.result()]), flush=True)

@@ -6,9 +6,9 @@ to the device and leave it, and the plugin's metrics; and all of the thread that
 the events. Counted apart are SGLang's reports of its own metrics, with the lines that it logs of
 its batches without them, too.
 
-Of idle steps only those count in which events were published, of pages whose saves end behind the
+Of idle steps publishing counts only where there were events, of pages whose saves end behind the
 last answer: a scheduler without requests asks for events as often as it can, and how long it has
-none says how busy the machine is.
+none says how busy the machine is. What is noted for the next publishing counts always.
 """
 
 from __future__ import annotations
@@ -61,8 +61,10 @@ def load() -> None:
         MetricsReporter: ("maybe_publish",),
     }
     for owner, names in wrapped.items():
+        notes = owner is TierEventRecorder
         for name in names:
-            setattr(owner, name, probe.counted(getattr(owner, name), "telling_s"))
+            counted = probe.counted(getattr(owner, name), "telling_s", always=notes)
+            setattr(owner, name, counted)
     for name in ("report_prefill_stats", "report_decode_stats", "log_batch_result_stats"):
         method = getattr(SchedulerMetricsReporter, name)
         setattr(SchedulerMetricsReporter, name, probe.counted(method, "sglangs_s"))
@@ -103,8 +105,16 @@ class _Probe:
 
         return note
 
-    def counted(self, function: Callable[..., Any], kind: str) -> Callable[..., Any]:
-        """The function, with its CPU time counted once, also where one of them calls another."""
+    def counted(
+        self, function: Callable[..., Any], kind: str, *, always: bool = False
+    ) -> Callable[..., Any]:
+        """The function, with its CPU time counted once, also where one of them calls another.
+
+        Args:
+            function: it is a scheduler's.
+            kind: of time.
+            always: whether it is called for what happens alone, and so counts in idle steps, too.
+        """
 
         @functools.wraps(function)
         def count(*args: Any, **kwargs: Any) -> Any:
@@ -114,7 +124,7 @@ class _Probe:
             try:
                 return function(*args, **kwargs)
             finally:
-                if self._has_told or not self._is_idle:
+                if always or self._has_told or not self._is_idle:
                     self._spent_s[kind] += time.thread_time() - began_s
                 self._is_counting = False
                 self._write()

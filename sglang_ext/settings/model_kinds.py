@@ -293,8 +293,9 @@ SERVED_MODES = (
         "fp8 KV (`--kv-cache-dtype fp8_e4m3`, `fp8_e5m2`)",
         "exact, at the saved position only: such a pool has K rounded to 3 or 2 bits of mantissa "
         "behind its rotation, so many values without rotation give the same bits, and rotated "
-        "elsewhere none of them is sure to give what the engine computes there. Of latent rows, "
-        "window layers and layers with a state, too",
+        "elsewhere none of them is sure to give what the engine computes there. Run with full "
+        "layers, latent rows, window layers and layers with a state, and with `lossless`; not with "
+        "drafts, several ranks, truncation or a lossy codec",
         "tests/e2e/models/test_model_kinds.py; tests/e2e/models/test_restored_kinds.py",
     ),
 )

@@ -48,6 +48,10 @@ class ConflictError(AssertionError):
     """Two accesses that nothing orders, or a thread that waited and must not."""
 
 
+class DeviceThreadError(AssertionError):
+    """What the device's own thread called failed: no conflict, and right nowhere."""
+
+
 @dataclass
 class Event:
     """What was queued on a stream when it was recorded."""
@@ -129,7 +133,7 @@ class SimulatedDevice(DevicePort):
         self.may_not_wait = set(may_not_wait)
         self.counts: dict[str, int] = {}
         self.bytes_in = self.bytes_out = 0
-        self.conflicts: list[ConflictError] = []
+        self.conflicts: list[ConflictError | DeviceThreadError] = []
         self._thread = "scheduler"
         self._threads: dict[str, Clock] = {}
         self._streams: list[Stream] = []
@@ -411,14 +415,16 @@ class SimulatedDevice(DevicePort):
             self._conflict(f"{what} is not ordered behind {before[2]}: both touch {name}")
 
     def _conflict(self, what: str) -> NoReturn:
-        self.conflicts.append(ConflictError(what))
-        raise self.conflicts[-1]
+        conflict = ConflictError(what)
+        self.conflicts.append(conflict)
+        raise conflict
 
     def require_order(self) -> None:
         """Raises the first conflict again: threads go on after an error.
 
         Raises:
             ConflictError: there was one.
+            DeviceThreadError: see there.
         """
         if self.conflicts:
             raise self.conflicts[0]

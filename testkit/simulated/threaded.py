@@ -20,7 +20,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from testkit.simulated.device import Cell, Clock, ConflictError, Event, SimulatedDevice
+from testkit.simulated.device import (
+    Cell,
+    Clock,
+    ConflictError,
+    DeviceThreadError,
+    Event,
+    SimulatedDevice,
+)
 
 _REAL_LOCK, _REAL_RLOCK, _REAL_QUEUE = threading.Lock, threading.RLock, queue.SimpleQueue
 _REAL_START, _REAL_JOIN = threading.Thread.start, threading.Thread.join
@@ -139,7 +146,7 @@ class ThreadedDevice(SimulatedDevice):
             except ConflictError:
                 pass  # noted, and others wait for what follows
             except Exception as error:
-                self.conflicts.append(ConflictError(f"what follows an event failed: {error!r}"))
+                self.conflicts.append(DeviceThreadError(f"what follows an event failed: {error!r}"))
             pause.wait(_WORKER_PAUSE_S)
 
     def _draw(self) -> int:

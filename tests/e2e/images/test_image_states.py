@@ -248,20 +248,27 @@ def leave_early(server: Server, prompt: Prompt) -> None:
 
 
 def test_two_ranks_keep_images_and_states(tmp_path: Path) -> None:
-    """Their page stores are late, each by its own chance; the checker of SGLang's ranks is on."""
-    model = write_image_model(tmp_path / "model", DENSE_IMAGE_MODEL)
+    """Their page stores are late, each by its own chance; the checker of SGLang's ranks is on.
+
+    Another server has from a store what the first computed.
+    """
+    model, store = write_image_model(tmp_path / "model", DENSE_IMAGE_MODEL), tmp_path / "store"
     which = prompts()
     plain = plain_answers(model, ranks=2)
     args = (*LARGE, *STATES)
-    with server_of(model, *args, folder=tmp_path, ranks=2) as server:
+    with server_of(model, *args, folder=tmp_path / "one", store=store, ranks=2) as server:
+        connected(server)
         check_down_to_dram(server, plain)
         check_counts(server)
     small = ("--max-total-tokens", "3072", "--max-mamba-cache-size", "32")
     right = dict(zip(MANY, plain.many, strict=True))
     rng = random.Random(1)
     asked = [rng.choice(MANY) for _ in range(20)]
-    with server_of(model, *small, folder=tmp_path, ranks=2, host_pages=40) as server:
-        check_hits(answers(server, which), plain.hits, "disk", above=1000)
+    with server_of(
+        model, *small, folder=tmp_path / "two", store=store, ranks=2, host_pages=40
+    ) as server:
+        connected(server)
+        check_hits(answers(server, which), plain.hits, "remote", above=1000)
         with ThreadPoolExecutor(6) as pool:
             found = list(pool.map(lambda prompt: ask(server, prompt), asked))
         check_right(found, [right[each] for each in asked])

@@ -4,7 +4,8 @@ Each has one server with the plugin, which is also the reference: nothing of the
 device hit. Another one is started on the disk, or the store, that the first left when it was
 killed.
 
-By default those run that no other file has; the long form has all of `KINDS`, on two ranks, too.
+By default those run that no other file has, and one in fp8; the long form has all of `KINDS`, on
+two ranks, too.
 """
 
 from __future__ import annotations
@@ -159,8 +160,8 @@ def _in_fp8(kind: Kind, tolerance: float) -> Kind:
 
 KINDS |= {
     "windows-and-sinks-in-fp8": _in_fp8(KINDS["gpt-oss"], 0.8),
-    "states-in-fp8": _in_fp8(KINDS["states-in-a-store"], 0.5),
-    "states-beside-latent-rows-in-fp8": _in_fp8(KINDS["states-beside-latent-rows-in-a-store"], 0.5),
+    "states-in-fp8-in-a-coded-store": _in_fp8(KINDS["states-in-a-coded-store"], 0.5),
+    "states-beside-latent-rows-in-fp8": _in_fp8(_with_states("kimi_linear", "disk"), 0.5),
     "two-shapes-in-fp8": _in_fp8(KINDS["two-shapes-mimo"], 0.5),
 }
 KINDS |= {
@@ -213,7 +214,7 @@ def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[Any]
     return out
 
 
-@pytest.mark.sampled("chunks", "two-shapes-mimo")
+@pytest.mark.sampled("chunks", "two-shapes-mimo", "states-beside-latent-rows-in-fp8")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_hit_from_every_tier_is_what_the_device_would_have_given(
     name: str, tmp_path: Path

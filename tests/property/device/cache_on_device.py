@@ -25,7 +25,7 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: E402
 from sglang_ext.device.ports import DevicePort  # noqa: E402
 from sglang_ext.tiers.disk.segments.fileio import FileIO  # noqa: E402
 from sglang_ext.tiers.host import HostArena, Slots  # noqa: E402
-from testkit.simulated.device import Cell, ConflictError  # noqa: E402
+from testkit.simulated.device import Cell, ConflictError, DeviceThreadError  # noqa: E402
 from testkit.simulated.kernels import pool_cell  # noqa: E402
 from testkit.simulated.threaded import FollowedDeque, following_locks  # noqa: E402
 from tests.property.device.rough_device import RoughDevice, RoughLaunches  # noqa: E402
@@ -252,6 +252,8 @@ def require_found(make: Callable[[int], CacheOnDevice], num_worlds: int = 20) ->
             world.drain()
         except ConflictError:
             return
+        except DeviceThreadError:  # something else that the mistake breaks
+            continue
         finally:
             world.close()
     raise AssertionError("the mistake is not found")

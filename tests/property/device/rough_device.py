@@ -22,16 +22,24 @@ class RoughDevice(ThreadedDevice):
     It has many methods because `ThreadedDevice` has.
 
     Attributes:
-        failure: how often; of a launch, too.
+        failure: how often, on the calling thread's rank; of a launch, too.
         forwards: the stream that forwards run on.
     """
 
-    failure = 0.0
-
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
+        self._failures: dict[str, float] = {}  # by rank
         self._slots: list[range] = []  # addresses of those of each arena
         self.forwards = self.new_stream(())
+
+    @property
+    def failure(self) -> float:
+        """See the class."""
+        return self._failures.get(self._rank, 0.0)
+
+    @failure.setter
+    def failure(self, share: float) -> None:
+        self._failures[self._rank] = share
 
     def forward(self, what: str, cells: Sequence[Cell], *, writes: bool, stream: Stream) -> None:
         """A forward reads or writes on its stream, behind what the scheduler's has by now.

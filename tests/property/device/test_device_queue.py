@@ -66,7 +66,8 @@ def run(world: CacheOnDevice, *shown: str) -> None:
         world.drain()
 
     def unseen() -> list[str]:
-        return missing({**world.store.stats(), **world.counts}, shown)
+        seen = {**world.store.stats(), **world.counts}
+        return missing(seen, (*shown, "load_failures", "save_failures"))
 
     try:
         run_until_all_seen(one_round, unseen, num_rounds=ROUNDS)

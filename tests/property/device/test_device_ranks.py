@@ -8,7 +8,6 @@ mistakes.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -143,6 +142,6 @@ def test_a_mistake_in_the_order_is_found(
             RUNS[name](tmp_path / str(seed), monkeypatch, seed)
         except ConflictError:
             return
-        except (AssertionError, threading.BrokenBarrierError):
+        except Exception:  # something else that the mistake breaks
             continue
     raise AssertionError("the mistake is not found")

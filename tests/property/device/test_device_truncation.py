@@ -22,6 +22,7 @@ from tests.property.worlds.truncation_world import world
 ROUNDS = count(1, 10)  # of 500 operations, and on until all is seen
 MUST_HAPPEN = (
     "saved_pages", "loaded_pages", "restored_pages", "aliased_pages", "device_replaced_pages",
+    "load_failures", "save_failures",
 )  # fmt: skip
 # Seldom or never met here; the linker's world meets these.
 NOT_MET = {

@@ -73,3 +73,9 @@ def test_idle_steps_count_as_telling_only_where_they_tell(tmp_path: Path) -> Non
     assert told_by(idle, is_there=True) > 0
     assert told_by(idle, is_there=False) == 0
     assert told_by(batch, is_there=False) > 0
+    # In front of the first batch: what leaves the device for it is noted, and published behind it.
+    remove = probe.counted(lambda: sum(range(100_000)), "telling_s", always=True)
+    idle()
+    before = probe._spent_s["telling_s"]
+    remove()
+    assert probe._spent_s["telling_s"] > before

@@ -24,7 +24,7 @@ class _AsOnGpu:
 
 
 def allow_narrow_pools() -> None:
-    """Lets SGLang make pools in fp8; those two modules ask for the platform for nothing else."""
+    """Lets SGLang make pools in fp8; those two modules ask for nothing else if it is a CPU."""
     from sglang.srt.mem_cache import kv_cache_configurator, kv_cache_dtype
 
     for module in (kv_cache_configurator, kv_cache_dtype):
