@@ -148,8 +148,10 @@ class RequestPlans:
         for waiting in self.planned.values():
             plan = waiting.plan
             assert plan is not None
+            # First whether it is done: a fetch that ends meanwhile makes a plan short, then done.
+            done = plan.done
             enough = self.is_enough(waiting, plan)
-            waiting.ready = plan.done and enough
+            waiting.ready = done and enough
             waiting.awaits_room = not enough and waiting.was_first
             if plan.lacked_room and not waiting.ready:
                 next_try_s = min(next_try_s, waiting.next_plan_s)

@@ -18,7 +18,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.policy.cost_model import CostModel
-from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store import PageStore, PageStoreConfig, Plan
 from sglang_ext.tiers.store.types import StoreCounters
 from testkit.remote.redis_server import RedisServer, redis_binary
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
@@ -218,7 +218,17 @@ def test_a_prefix_larger_than_what_plans_may_pin_is_cut_and_admitted(make: Make)
     assert server.ready("a", 12) == 10
 
 
-def test_a_fetch_for_which_dram_has_no_slot_is_made_when_there_is_one(make: Make) -> None:
+@pytest.mark.parametrize("when", ["between", "meanwhile"])
+def test_a_fetch_for_which_dram_has_no_slot_is_made_when_there_is_one(
+    make: Make, monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """It ends between two looks at its plan, or in the middle of one."""
+    if when == "meanwhile":
+
+        def done(plan: Plan) -> bool:
+            return until(lambda: plan.remaining <= 0)
+
+        monkeypatch.setattr(Plan, "done", property(done))
     now_s = [0.0]  # stands: after a few tries at other times it would do with what is there
     server = make(policy="wait_complete", clock=lambda: now_s[0])
     server.save(pages("x", 32))
