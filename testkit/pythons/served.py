@@ -13,8 +13,8 @@ from typing import Final
 from testkit.pythons import alone, pins
 
 VERSION: Final = "3.12"
-# A server starts, saves to DRAM and disk more than DRAM holds, loses its device, and answers from
-# both as before, bit for bit.
+# A server starts, saves more than DRAM holds, with a disk behind it, loses its device, and answers
+# from what it kept as before, bit for bit. What of it lay on disk depends on how fast that is.
 TESTS: Final = ("tests/e2e/start/test_small_dram.py",)
 
 

@@ -37,9 +37,6 @@ def test_the_beginning_of_a_prompt_that_is_larger_than_dram_is_reused(
         reused = sum(by_tier(second).get(tier, 0) for tier in ("host", "disk"))
         host = settled(server)["host"]
     assert tokens_and_logprobs(second) == tokens_and_logprobs(first)
-    if disk:
-        assert host["written_pages"] > HOST_PAGES
-        assert host["promoted_pages"] > 0
     # Without a disk all of DRAM is the prompt's beginning, which is there without a plan.
     assert LOADED_PAGES * PAGE <= reused <= HOST_PAGES * PAGE, host
     assert f"more than {LOADED_PAGES * PAGE} tokens" in (tmp_path / "server.log").read_text()
