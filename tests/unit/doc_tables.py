@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang_ext.assembly.threads import FRONT, SCHEDULER, THREADS
 from sglang_ext.errors import HierKVConfigError
+from sglang_ext.seam.metrics import names as metrics
 from sglang_ext.settings.arguments import FREE, LIMITED, flag
 from sglang_ext.settings.compat import Resolved, check_resolved
 from sglang_ext.settings.config import HierKVConfig
@@ -179,6 +180,42 @@ def thread_table() -> str:
         only = f" (with {each.only_with})" if each.only_with else ""
         lines.append(f"| {names}{only} | `{each.runs_in}` | {each.may_wait_for} |")
     return "\n".join([*lines, f"| those of the front process | `seam/hooks/front.py` | {FRONT} |"])
+
+
+def metric_table() -> str:
+    """All metrics with their kinds, labels and values; docs/operations.md holds exactly this."""
+    lines = ["| metric | kind | what | label | its values |", "|---|---|---|---|---|"]
+    lines += [
+        _metric_row(f"{count.name}_total", "counter", count, _counts_of(count))
+        for count in metrics.COUNTS
+    ]
+    lines.append(
+        _metric_row(metrics.DURATIONS.name, "histogram", metrics.DURATIONS, _listed(metrics.TIMES))
+    )
+    for gauge in metrics.GAUGES:
+        values = {name: says for name, metric, says in metrics.values_now() if metric == gauge}
+        of = _listed(values) or "see [cost-model.md](cost-model.md#what-can-be-seen-of-it)"
+        lines.append(_metric_row(gauge.name, "gauge", gauge, of))
+    return "\n".join(lines)
+
+
+def _metric_row(name: str, kind: str, metric: metrics.Metric, values: str) -> str:
+    return f"| `{name}` | {kind} | {metric.help} | `{metric.label}` | {values} |"
+
+
+def _listed(values: dict[str, str]) -> str:
+    return "; ".join(f"`{name}`: {says}" for name, says in values.items())
+
+
+def _counts_of(count: metrics.Metric) -> str:
+    """By their names, which of the counts are a metric's: `metrics.count_of` in words."""
+    if count == metrics.BUSY_SECONDS:
+        return "counts whose names end in `_us`, without that end"
+    if count == metrics.EVENTS:
+        return "all other counts"
+    ends = [f"`..._{end}`" for end, metric in metrics.UNITS.items() if metric == count]
+    families = [f"`{f}...`" for f, metric in metrics.UNIT_OF_FAMILY.items() if metric == count]
+    return f"counts named {', '.join(ends + families)}"
 
 
 def all_tables() -> dict[str, str]:

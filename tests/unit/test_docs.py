@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.settings.model_kinds import MODEL_KINDS, SERVED_MODES
-from tests.unit.doc_tables import all_tables, flag_table, thread_table
+from tests.unit.doc_tables import all_tables, flag_table, metric_table, thread_table
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -16,6 +16,10 @@ def test_configuration_lists_every_flag_as_the_code_has_it() -> None:
 
 def test_the_architecture_lists_every_thread_as_the_code_has_it() -> None:
     assert thread_table() in (DOCS / "architecture.md").read_text()
+
+
+def test_operations_lists_every_metric_as_the_code_has_it() -> None:
+    assert metric_table() in (DOCS / "operations.md").read_text()
 
 
 @pytest.mark.parametrize("name", all_tables())

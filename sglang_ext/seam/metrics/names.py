@@ -7,6 +7,7 @@ that a value found in one place is found in the others.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from sglang_ext.admission.miss_reasons import REASONS
@@ -61,29 +62,53 @@ BUCKETS_S = (
     0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0,
 )  # fmt: skip
 
+# What can fall: the metric, and what it says to whoever reads it.
 _NOW = {
-    "host_pages": HELD_PAGES,
-    "host_capacity_pages": HELD_PAGES,
-    "planned_pages": HELD_PAGES,
-    "pinned_now_pages": HELD_PAGES,
-    "spill_queue_pages": HELD_PAGES,
-    "lost_pages_memory_bytes": HELD_BYTES,
-    "disk_used_bytes": HELD_BYTES,
-    "disk_max_bytes": HELD_BYTES,
-    "disk_coded_host_used_bytes": HELD_BYTES,
-    "disk_coded_host_max_bytes": HELD_BYTES,
-    "waiting_requests": WAITING,
-    "window_requests": WAITING,
-    "save_queue": WAITING,
-    "remote_upload_queue": WAITING,
-    "remote_lookup_queue": WAITING,
-    "remote_fetch_queue": WAITING,
-    "event_log_waiting_lines": WAITING,
-    "clears_pending": STATE,
-    "disk_segments": PARTS,
-    "disk_open_fds": PARTS,
-    "disk_coded_host_records": PARTS,
-    "remote_breaker_state": STATE,
+    "host_pages": (HELD_PAGES, "in DRAM"),
+    "host_capacity_pages": (HELD_PAGES, "for which DRAM has room"),
+    "planned_pages": (HELD_PAGES, "that waiting requests pin in DRAM"),
+    "pinned_now_pages": (HELD_PAGES, "that hints pin"),
+    "spill_queue_pages": (HELD_PAGES, "on their way to disk"),
+    "lost_pages_memory_bytes": (HELD_BYTES, "what remembers lost pages takes at most"),
+    "disk_used_bytes": (HELD_BYTES, "of segments on disk"),
+    "disk_max_bytes": (HELD_BYTES, "that segments may take"),
+    "disk_coded_host_used_bytes": (HELD_BYTES, "of coded pages in DRAM"),
+    "disk_coded_host_max_bytes": (HELD_BYTES, "that coded pages may take"),
+    "waiting_requests": (WAITING, "requests in SGLang's queue"),
+    "window_requests": (WAITING, "those of them that have their turn in DRAM"),
+    "save_queue": (
+        WAITING,
+        "nodes on their way to DRAM, and what is noted of a request behind its last one",
+    ),
+    "remote_upload_queue": (WAITING, "records on their way to the store"),
+    "remote_lookup_queue": (WAITING, "questions to the store"),
+    "remote_fetch_queue": (WAITING, "fetches from it"),
+    "event_log_waiting_lines": (WAITING, "lines on their way to the event log"),
+    "clears_pending": (STATE, "1 while the disk is still to delete what was cleared"),
+    "disk_segments": (PARTS, "segments on disk"),
+    "disk_open_fds": (PARTS, "files that the disk has open"),
+    "disk_coded_host_records": (PARTS, "coded pages in DRAM"),
+    "remote_breaker_state": (STATE, "0 the store is used, 1 tried, 2 left alone"),
+}
+# Of tenants, where there are quotas; N is 1, 2 and so on, as the flag names them.
+_QUOTAS = {
+    "quota_tenant_N_host_pages": "of the N-th tenant in DRAM",
+    "quota_tenant_N_disk_pages": "of the N-th tenant on disk",
+    "quota_others_host_pages": "of all tenants without a share in DRAM",
+    "quota_others_disk_pages": "of all tenants without a share on disk",
+    "quota_tenant_N_remote_bytes": "of the N-th tenant in a `file://` store",
+    "quota_others_remote_bytes": "of all tenants without a share in a `file://` store",
+}
+# What is timed one by one.
+TIMES = {
+    "save": "a node's pages to DRAM, without what it waited for forwards",
+    "load": "a batch's pages to the device, without what it waited for forwards",
+    "read": "pages from disk",
+    "decode": "of pages from disk",
+    "fetch": "pages from a remote store",
+    "held": "how long a request was held back for its pages",
+    "cost_X": "a `read`, `fetch`, `device_load` or `prefill` that the cost model had foretold",
+    "cost_X_expected": "what it had foretold of the same",
 }
 # Of all requests, and with quotas of each tenant's.
 _REUSE = (
@@ -140,7 +165,7 @@ def from_start(num_tenants: int) -> tuple[str, ...]:
     )
 
 
-_UNITS = {
+UNITS = {
     "pages": PAGES,
     "tokens": TOKENS,
     "requests": REQUESTS,
@@ -148,7 +173,7 @@ _UNITS = {
     "bytes": BYTES,
 }
 # Names that do not end in their unit.
-_UNIT_OF_FAMILY = {
+UNIT_OF_FAMILY = {
     "rejected_": RECORDS,
     "disk_records_": RECORDS,
     "disk_dropped_": RECORDS,
@@ -175,22 +200,33 @@ class Series(NamedTuple):
     scale: float = 1.0
 
 
+def values_now() -> Iterator[tuple[str, Metric, str]]:
+    """The values that can fall: each one's name, its metric, and what it says."""
+    for name, (metric, meaning) in _NOW.items():
+        yield name, metric, meaning
+    for name, meaning in _QUOTAS.items():
+        yield name, _of_quota(name), meaning
+
+
 def gauge_of(name: str) -> Series | None:
     """The series of a value that can fall; None where it only grows."""
-    metric = _NOW.get(name)
     if name.startswith("quota_"):
-        metric = HELD_BYTES if name.endswith("_bytes") else HELD_PAGES
-    return None if metric is None else Series(metric, name)
+        return Series(_of_quota(name), name)
+    return Series(_NOW[name][0], name) if name in _NOW else None
+
+
+def _of_quota(name: str) -> Metric:
+    return HELD_BYTES if name.endswith("_bytes") else HELD_PAGES
 
 
 def count_of(name: str) -> Series:
     """The counter's series of a value that only grows."""
     if name.endswith("_us"):
         return Series(BUSY_SECONDS, name.removesuffix("_us"), 1e-6)
-    for family, metric in _UNIT_OF_FAMILY.items():
+    for family, metric in UNIT_OF_FAMILY.items():
         if name.startswith(family):
             return Series(metric, name)
-    return Series(_UNITS.get(name.rpartition("_")[2], EVENTS), name)
+    return Series(UNITS.get(name.rpartition("_")[2], EVENTS), name)
 
 
 def estimate_of(name: str) -> Series | None:
