@@ -39,7 +39,7 @@ class KvIndex:
 
     Args:
         heard_all: whether it reads all events from the first on; then one that cannot be is an
-            error.
+            error, as is a copy in a tier that is told of twice: some readers count them.
     """
 
     def __init__(self, *, heard_all: bool = True) -> None:
@@ -52,7 +52,7 @@ class KvIndex:
         """Goes on with some events.
 
         Raises:
-            ValueError: a block is removed from where it is not.
+            ValueError: a block is removed from where it is not, or comes to where it is.
         """
         for event in events:
             if isinstance(event, AllBlocksCleared):
@@ -71,7 +71,11 @@ class KvIndex:
         for index, block in enumerate(event.block_hashes):
             tokens = tuple(event.token_ids[index * size : (index + 1) * size])
             self._blocks[parent, event.cache_salt or "", tokens] = block
-            self.media.setdefault(block, set()).add(_name(event.medium))
+            media = self.media.setdefault(block, set())
+            # What SGLang says of the device is its own.
+            if self._heard_all and _name(event.medium) in media - {"GPU"}:
+                raise ValueError(f"{event.medium}: a block that is in {sorted(media)} comes there")
+            media.add(_name(event.medium))
             parent = block
 
     def _remove(self, event: BlockRemoved) -> None:

@@ -4,11 +4,13 @@
 
 The gateway speaks gRPC to its servers and sends a chat's turn to the one that has most of its
 prompt, by what their KV events say (`--policy cache_aware`). In one run the servers tell of the
-device alone, as SGLang does, in the other of DRAM and disk, too; in a third one the gateway takes
-a server at random. Chats return in rounds, in another order each time, so that neither device has
-a chat when it comes back. Counted is, by the gateway's own answers, which part of what a chat had
-sent before was not computed again. In full it fails where the tiers' events bring less than 1.5
-times what those of the device do. `bench.serve.routing` is the same with a router of twenty lines.
+device alone, as SGLang does, in the other of DRAM and disk, too (of the disk as of DRAM, with
+`--hier-kv-kv-events-disk host`: this gateway sends nobody to where pages are on disk alone); in a
+third one the gateway takes a server at random. Chats return in rounds, in another order each time,
+so that neither device has a chat when it comes back. Counted is, by the gateway's own answers,
+which part of what a chat had sent before was not computed again. In full it fails where the tiers'
+events bring less than 1.5 times what those of the device do. `bench.serve.routing` is the same with
+a router of twenty lines.
 
 Chats have three turns. Of two servers that are taken by chance one has, in the mean, 0.58 of what a
 chat of three turns had sent before, and 0.65 of one of four: there everything is 1.55 times as
@@ -79,7 +81,7 @@ def _arguments(disk: Path, num_turns: int) -> list[str]:
     args: list[Any] = ["--max-total-tokens", _DEVICE_CHATS * 4 * _TURN_TOKENS]
     args += ["--attention-backend", "cpu_extend", "--enable-hier-kv"]
     args += ["--hier-kv-host-size", f"{pages / 4 * _SLOT_GIB:.3f}", "--hier-kv-disk-size", 2]
-    args += ["--hier-kv-disk-dir", disk]
+    args += ["--hier-kv-disk-dir", disk, "--hier-kv-kv-events-disk", "host"]
     return [str(each) for each in (*args, "--hier-kv-prefetch-policy", "wait_complete")]
 
 

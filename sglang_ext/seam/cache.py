@@ -41,7 +41,7 @@ from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, group_of_sta
 from sglang_ext.ranks.stages import StagedLockstep, begin_min_reduce
 from sglang_ext.seam.device_tree import DeviceTree
 from sglang_ext.seam.hybrids.place_questions import Enter, Find, PlaceQuestions
-from sglang_ext.seam.kv_events import TierEventRecorder
+from sglang_ext.seam.kv_events import TierEventRecorder, record_medium
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.media.page_digests import naming
 from sglang_ext.seam.media.requests import MediaRequests
@@ -184,7 +184,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.tree_core.kv_events = TierEventRecorder(
             device,
             store,
-            records_on_disk=bool(config.disk_dir),
+            record_medium=record_medium(config),
             max_seen_pages=2 * num_pages,
         )
 

@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.kv_events import BlockRemoved, BlockStored, Stora
 from sglang.srt.mem_cache.events import KVCacheEventRecorder
 
 from sglang_ext.device.transfers import Hashes
+from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.remote.items import OnKnown
 from sglang_ext.tiers.store.gate import Gate
 from sglang_ext.tiers.store.remote.sightings import Sightings
@@ -37,6 +38,12 @@ _MAX_TOLD = 1 << 19
 # unasked: nobody says when they go, and what this server has itself must find room.
 _MAX_SHARED = 1 << 18
 _SHARED = 64  # beside READY and ON_DISK in `_Page.told`
+
+
+def record_medium(config: HierKVConfig) -> StorageMedium:
+    """What is told of pages that lie in records: on disk, or coded in DRAM."""
+    is_disk = bool(config.disk_dir) and config.kv_events_disk == "disk"
+    return StorageMedium.DISK if is_disk else StorageMedium.CPU
 
 
 class FollowedStore(Protocol):
@@ -86,7 +93,7 @@ class TierEventRecorder(KVCacheEventRecorder):
     Args:
         device: SGLang's recorder, which told of nothing yet.
         store: DRAM and disk.
-        records_on_disk: whether records lie on disk; False: in DRAM, coded.
+        record_medium: what is told of pages that lie in records.
         max_seen_pages: pages of no tier whose tokens are remembered, at least what the device has.
     """
 
@@ -95,7 +102,7 @@ class TierEventRecorder(KVCacheEventRecorder):
         device: KVCacheEventRecorder,
         store: FollowedStore,
         *,
-        records_on_disk: bool,
+        record_medium: StorageMedium,
         max_seen_pages: int,
     ) -> None:
         super().__init__(
@@ -104,8 +111,11 @@ class TierEventRecorder(KVCacheEventRecorder):
             dynamo_format=device.dynamo_format,
             lora_names=device.lora_names,
         )
-        disk = StorageMedium.DISK if records_on_disk else StorageMedium.CPU
-        self._media = {READY: StorageMedium.CPU, ON_DISK: disk, _SHARED: StorageMedium.EXTERNAL}
+        self._media = {
+            READY: StorageMedium.CPU,
+            ON_DISK: record_medium,
+            _SHARED: StorageMedium.EXTERNAL,
+        }
         self._store = store
         self._epoch = store.gate.epoch
         self._max_seen_pages = max_seen_pages
@@ -255,12 +265,13 @@ class TierEventRecorder(KVCacheEventRecorder):
             if bits and key not in self._told and len(self._told) >= _MAX_TOLD:
                 self._store.counters.add("kv_events_untold_pages")
                 continue
-            known = set() if page.again else before
+            # Taken back before: some readers count copies, and would keep one that is not there.
+            again = before & after if page.again else set[StorageMedium]()
             page.told, page.again = bits, False
             source, target = (self._seen, self._told) if bits else (self._told, self._seen)
             target[key] = source.pop(key, page)
-            stored += ((page, medium) for medium in after - known)
-            for medium in before - after:
+            stored += ((page, medium) for medium in (after - before) | again)
+            for medium in (before - after) | again:
                 removed.setdefault(medium, []).append(page.block)
         for medium, blocks in removed.items():
             self.enqueue(BlockRemoved(block_hashes=blocks, medium=medium))

@@ -251,6 +251,13 @@ class HierKVConfig:
         "Engine for the copy with rotation: triton on GPUs, numba on CPUs; auto chooses.",
         choices=("auto", "numba", "triton"),
     )
+    kv_events_disk: str = _knob(
+        "disk",
+        "What KV events say of pages on disk: that they are there (the medium DISK), or host, that "
+        "they are in DRAM, for routers that send nobody to where pages are on disk alone, as "
+        "SGLang's gateway (docs/operations.md).",
+        choices=("disk", "host"),
+    )
     event_log: str = _knob(
         "",
         "File to which every saved, written, promoted, dropped and rejected page is logged, one "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +16,14 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
+from sglang.srt.disaggregation.kv_events import StorageMedium  # noqa: E402
 from sglang.srt.mem_cache.events import KVCacheEventRecorder  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 
 from sglang_ext.seam import kv_events  # noqa: E402
-from sglang_ext.seam.kv_events import TierEventRecorder  # noqa: E402
+from sglang_ext.seam.kv_events import TierEventRecorder, record_medium  # noqa: E402
 from sglang_ext.seam.page_hash import hashes_of  # noqa: E402
+from sglang_ext.settings.config import HierKVConfig  # noqa: E402
 from sglang_ext.tiers.store.types import ON_DISK, READY  # noqa: E402
 from testkit.kv_reader import KvIndex  # noqa: E402
 from tests.unit.store.store_rig import DIGEST, OTHER, Rig  # noqa: E402
@@ -32,7 +35,9 @@ CPU, DISK, GPU = "CPU_PINNED", "DISK", "GPU"
 class World:
     """A page store, a device that has some prompts, and who reads the events."""
 
-    def __init__(self, folder: Path, seed: int, *, records_on_disk: bool = True) -> None:
+    def __init__(
+        self, folder: Path, seed: int, *, record_medium: StorageMedium = StorageMedium.DISK
+    ) -> None:
         self.random = random.Random(seed)
         self.rig = Rig(
             folder, slots=24, index=512, max_bytes=1 << 20, segment_bytes=128 << 10,
@@ -46,7 +51,7 @@ class World:
         self.recorder = TierEventRecorder(
             KVCacheEventRecorder(enabled=True, page_size=PAGE),
             self.rig.store,
-            records_on_disk=records_on_disk,
+            record_medium=record_medium,
             max_seen_pages=60,
         )
         self.reader = KvIndex()
@@ -200,7 +205,7 @@ def test_pages_that_the_device_never_had_are_told_when_it_has_them(tmp_path: Pat
 
 
 def test_records_in_coded_dram_are_in_dram(tmp_path: Path) -> None:
-    world = World(tmp_path, 0, records_on_disk=False)
+    world = World(tmp_path, 0, record_medium=StorageMedium.CPU)
     try:
         for _ in range(300):
             world.step()
@@ -215,6 +220,13 @@ def test_records_in_coded_dram_are_in_dram(tmp_path: Path) -> None:
         assert sum(CPU in media for media in world.reader.media.values()) >= len(hashes)
     finally:
         world.close()
+
+
+def test_pages_on_disk_are_told_of_as_the_flag_says() -> None:
+    config = HierKVConfig(disk_dir="/d")
+    assert record_medium(config) is StorageMedium.DISK
+    assert record_medium(replace(config, kv_events_disk="host")) is StorageMedium.CPU
+    assert record_medium(HierKVConfig()) is StorageMedium.CPU  # coded, in DRAM
 
 
 def test_more_pages_than_are_followed_stay_untold(
@@ -238,7 +250,9 @@ def test_more_pages_than_are_followed_stay_untold(
 def test_nothing_is_followed_where_nothing_is_published(tmp_path: Path) -> None:
     rig = Rig(tmp_path)
     device = KVCacheEventRecorder(enabled=False, page_size=PAGE)
-    recorder = TierEventRecorder(device, rig.store, records_on_disk=True, max_seen_pages=4)
+    recorder = TierEventRecorder(
+        device, rig.store, record_medium=StorageMedium.DISK, max_seen_pages=4
+    )
     rig.save(np.zeros((1, 32), np.uint8))
     assert recorder.take() == []
     assert rig.books.table.on_moved is None

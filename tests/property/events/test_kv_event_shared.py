@@ -15,6 +15,7 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
+from sglang.srt.disaggregation.kv_events import StorageMedium  # noqa: E402
 from sglang.srt.mem_cache.events import KVCacheEventRecorder  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 
@@ -45,7 +46,7 @@ class Server:
         self.recorder = TierEventRecorder(
             KVCacheEventRecorder(enabled=True, page_size=PAGE),
             self.host.store,
-            records_on_disk=False,
+            record_medium=StorageMedium.CPU,
             max_seen_pages=10 * PAGES,
         )
         self.reader = KvIndex()
@@ -192,7 +193,7 @@ def test_a_reader_that_lost_everything_is_told_again(make: Any) -> None:
     assert one.told(0) == PAGES
     one.recorder.record_all_cleared()
     assert one.told(0) == PAGES
-    one.reader = KvIndex()  # joins late: told as the pages come to the device again
+    one.reader = KvIndex(heard_all=False)  # joins late: told as the pages come to the device again
     one.compute(0)
     assert one.told(0) == PAGES
 
