@@ -7,8 +7,10 @@ other processes as a plain dict.
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -526,8 +528,9 @@ class HierKVConfig:
         for name, value in values.items():
             if name not in known:
                 raise HierKVConfigError(
-                    f"unknown setting hier_kv_{shown(name)[1:-1]}; known settings are "
-                    f"{', '.join('hier_kv_' + known_name for known_name in known)}."
+                    f"unknown setting hier_kv_{shown(name)[1:-1]}; the nearest ones are "
+                    f"{', '.join(f'hier_kv_{each}' for each in _nearest(name, known))}, and "
+                    "--help or docs/configuration.md has all."
                 )
             clean[name] = coerce(name, value, type(known[name].default))
         config = cls(**clean)
@@ -547,3 +550,8 @@ class HierKVConfig:
         if not isinstance(values, dict):
             raise HierKVConfigError(f"{expected}, got a {type(values).__name__}.")
         return cls.from_dict(values)
+
+
+def _nearest(name: str, known: Iterable[str]) -> list[str]:
+    """The three settings whose names are most like one that is none."""
+    return difflib.get_close_matches(name[:80], known, 3, cutoff=0.0)
