@@ -176,7 +176,8 @@ class CacheOnDevice(World):
         """A thread reads rows past the streams, behind the forward that computed them.
 
         What was put in place of that it has to wait for besides; see
-        `hooks/disaggregation.py`.
+        `hooks/disaggregation.py`. Whether there is anything to wait for depends on how far the
+        device is, so it is no count: ranks compare those.
         """
         device = self.device
         restored, clock = self.cache.hier_linker.restoring(), device.hand_over()
@@ -188,8 +189,6 @@ class CacheOnDevice(World):
             device.touch("sent", self._cells(rows), ())
             sent = device.hand_over()
         device.take_over(sent)  # rows change hands behind that
-        kind = "sent at once" if restored is None else "sent behind an event"
-        self.counts[kind] = self.counts.get(kind, 0) + 1
 
     # ---- steps ----
 
