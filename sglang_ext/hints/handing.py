@@ -33,5 +33,3 @@ def hand_on(
         lookahead.limit_life(space, hashes, owner=owner, ttl_s=hints.ttl_s)
     if hints.pin_s is not None:
         lookahead.pin(space, hashes, owner=owner, seconds=hints.pin_s, gives_way=not by_operator)
-    if hints.demote:
-        lookahead.demote(space, hashes)

@@ -18,9 +18,7 @@ PARAM: Final = "hier_kv_hints"
 MAX_S: Final = 7 * 86_400.0
 MAX_PIN_S: Final = 86_400.0
 _TIMES = {"returns_in_s": MAX_S, "ttl_s": MAX_S, "pin_s": MAX_PIN_S}
-# What an operator may say of any prompt, and what a request may say of its own.
 HINT_NAMES = (*_TIMES, "ends")
-REQUEST_HINT_NAMES = (*HINT_NAMES, "demote")
 
 
 @dataclass(frozen=True)
@@ -32,14 +30,12 @@ class RequestHints:
         ends: its conversation does not.
         ttl_s: seconds from its end after which its conversation does not.
         pin_s: seconds from its end for which its conversation is to stay.
-        demote: its conversation is to leave DRAM for the disk first.
     """
 
     returns_in_s: float | None = None
     ends: bool = False
     ttl_s: float | None = None
     pin_s: float | None = None
-    demote: bool = False
 
 
 def hints_of(custom_params: Any) -> RequestHints | None:
@@ -52,49 +48,36 @@ def hints_of(custom_params: Any) -> RequestHints | None:
         ValueError: what it gives are no hints.
     """
     given = custom_params.get(PARAM) if isinstance(custom_params, dict) else None
-    if given is None:
-        return None
-    return parse_hints(given, f"custom_params[{PARAM!r}]", REQUEST_HINT_NAMES)
+    return None if given is None else parse_hints(given, f"custom_params[{PARAM!r}]")
 
 
-def parse_hints(given: Any, where: str, known: tuple[str, ...] = HINT_NAMES) -> RequestHints | None:
+def parse_hints(given: Any, where: str) -> RequestHints | None:
     """Hints by their names; None where all are left out.
 
     Args:
         given: an object of them.
         where: it stands, for refusals.
-        known: names that it may have.
 
     Raises:
         ValueError: what it gives are no hints.
     """
-    names = f"{', '.join(known[:-1])} or {known[-1]}"
+    names = f"{', '.join(HINT_NAMES[:-1])} or {HINT_NAMES[-1]}"
     if not isinstance(given, dict):
         raise ValueError(f"{where} must be an object with {names}, got {_shown(given)}.")
-    unknown = [str(name) for name in given if name not in known]
+    unknown = [str(name) for name in given if name not in HINT_NAMES]
     if unknown:
         raise ValueError(f"{where} may have {names}, got {unknown[0][:80]!r}.")
-    ends, demote = _flag_of(given, "ends", where), _flag_of(given, "demote", where)
+    ends = given.get("ends")
+    if ends is not None and not isinstance(ends, bool):
+        raise ValueError(f"{where}['ends'] must be true or false, got {_shown(ends)}.")
     times = {
         name: seconds for name in _TIMES if (seconds := _time_of(given, name, where)) is not None
     }
-    if not ends and not demote and not times:
+    if not ends and not times:
         return None
-    hints = RequestHints(ends=ends, demote=demote, **times)
+    hints = RequestHints(ends=bool(ends), **times)
     _check_sense(hints, where)
     return hints
-
-
-def _flag_of(given: dict[Any, Any], name: str, where: str) -> bool:
-    """Whether something is said; not where it is left out.
-
-    Raises:
-        ValueError: what it gives is neither true nor false.
-    """
-    value = given.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{where}[{name!r}] must be true or false, got {_shown(value)}.")
-    return bool(value)
 
 
 def _time_of(given: dict[Any, Any], name: str, where: str) -> float | None:
@@ -126,10 +109,6 @@ def _check_sense(hints: RequestHints, where: str) -> None:
         raise ValueError(
             f"{where} must have {other} or ends, got both: a conversation that is over does not "
             "come back."
-        )
-    if hints.demote and hints.pin_s is not None:
-        raise ValueError(
-            f"{where} must have pin_s or demote, got both: pinned pages are not demoted."
         )
     for name in others:
         if hints.ttl_s is not None and hints.ttl_s < (seconds := getattr(hints, name)):

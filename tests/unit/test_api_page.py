@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 from sglang_ext.cli import make_parser
-from sglang_ext.hints.request_hints import REQUEST_HINT_NAMES
+from sglang_ext.hints.request_hints import HINT_NAMES
 from sglang_ext.seam.hooks.answers import HEADER
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,7 +27,7 @@ def test_every_parameter_of_a_request_is_named() -> None:
     used -= {"hier_kv_answer", "hier_kv_content", "hier_kv_flight", "hier_kv_stated_max_new_tokens"}
     used -= {"hier_kv_host_size", "hier_kv_"}
     assert named("hier_kv_[a-z]+") == used
-    assert set(REQUEST_HINT_NAMES) <= named(r"\w+")
+    assert set(HINT_NAMES) <= named(r"\w+")
 
 
 def test_every_command_is_named() -> None:

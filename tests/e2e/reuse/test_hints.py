@@ -58,12 +58,6 @@ def _ask(server: Server, prompt: Sequence[int], custom: dict[str, Any] | None = 
     return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
 
 
-def _steer(server: Server, prompt: Sequence[int], **wishes: Any) -> dict[str, Any]:
-    (done,) = server.post("/hier_kv/steer", {"input_ids": list(prompt), **wishes})["schedulers"]
-    assert isinstance(done, dict)
-    return done
-
-
 def test_whose_time_is_over_is_as_one_that_ended(server: Server) -> None:
     """Comes first: below ends are said that do not come true, and owners may share a record."""
     before = settled(server)["host"].get("ttl_ended_pages", 0)
@@ -123,24 +117,6 @@ def test_what_comes_back_is_kept_and_what_is_over_is_gone(server: Server) -> Non
         assert reply_of(answer).by_tier["host"] == 0
 
 
-def test_what_may_wait_on_the_disk_leaves_dram_first(server: Server) -> None:
-    """The youngest of as many chats as DRAM holds: without the hint the oldest would leave."""
-    *prompts, last = real_prompts([CHAT_PAGES * PAGE + 20] * (HOST_CHATS + 1), seed=5)
-    before = settled(server)["host"].get("demoted_pages", 0)
-    for prompt in prompts[:-1]:
-        _ask(server, prompt)
-        settled(server)
-    pausing = prompts[-1]
-    _ask(server, pausing, {"hier_kv_hints": {"demote": True}})
-    assert settled(server)["host"]["demoted_pages"] == before + CHAT_PAGES
-    _ask(server, last)
-    settled(server)
-    flush_device(server)
-    found = _steer(server, pausing, locate=True)
-    assert found == {"pages": CHAT_PAGES, "host": 0, "disk": CHAT_PAGES}
-    assert _steer(server, prompts[0], locate=True)["host"] == CHAT_PAGES
-
-
 def test_what_is_pinned_stays_while_many_come(server: Server) -> None:
     """A share of a small DRAM is two pages; without the pin they would leave with the others."""
     pinned, *others = real_prompts([CHAT_PAGES * PAGE + 20] * (HOST_CHATS + 2), seed=3)
@@ -177,6 +153,12 @@ def test_a_tenant_keeps_its_share_while_many_others_come(server: Server) -> None
     assert counts["requested_tokens"] == 2 * len(mine) + counts["tenant_others_requested_tokens"]
     server.get("/health_generate")  # SGLang's own request is nobody's
     assert settled(server)["host"]["requested_tokens"] == counts["requested_tokens"]
+
+
+def _steer(server: Server, prompt: Sequence[int], **wishes: Any) -> dict[str, Any]:
+    (done,) = server.post("/hier_kv/steer", {"input_ids": list(prompt), **wishes})["schedulers"]
+    assert isinstance(done, dict)
+    return done
 
 
 def test_a_prompt_is_demoted_and_brought_back_before_its_request_comes(server: Server) -> None:
@@ -262,10 +244,10 @@ def test_documents_are_stored_before_anybody_asks_for_them(
 @pytest.mark.parametrize(
     ("hints", "refusal"),
     [
-        ("soon", "must be an object with returns_in_s, ttl_s, pin_s, ends or demote"),
+        ("soon", "must be an object with returns_in_s, ttl_s, pin_s or ends"),
         ({"returns_in_s": -3}, "must be a number of seconds above 0"),
         ({"returns_in_s": 5, "ends": True}, "got both"),
-        ({"pinned": True}, "may have returns_in_s, ttl_s, pin_s, ends or demote, got 'pinned'"),
+        ({"pinned": True}, "may have returns_in_s, ttl_s, pin_s or ends, got 'pinned'"),
     ],
 )
 def test_what_is_no_hint_is_refused(server: Server, hints: Any, refusal: str) -> None:

@@ -22,9 +22,6 @@ from sglang_ext.tiers.policy.hints.hint_kernels import NUM_OWNERS
         ({"pin_s": 86_400}, RequestHints(pin_s=86_400.0)),
         ({"pin_s": 5, "returns_in_s": 60, "ttl_s": 70}, RequestHints(60.0, False, 70.0, 5.0)),
         ({"ttl_s": 60, "returns_in_s": 60, "ends": False}, RequestHints(60.0, ttl_s=60.0)),
-        ({"demote": True}, RequestHints(demote=True)),
-        ({"demote": True, "returns_in_s": 60}, RequestHints(60.0, demote=True)),
-        ({"ends": False, "demote": False}, None),
         ({"ends": False}, None),
         ({}, None),
         (None, None),
@@ -42,12 +39,9 @@ def test_none_are_given(custom_params: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "refusal"),
     [
-        (30, "must be an object with returns_in_s, ttl_s, pin_s, ends or demote"),
+        (30, "must be an object with returns_in_s, ttl_s, pin_s or ends"),
         ([1], "must be an object"),
-        (
-            {"return_in_s": 30},
-            "may have returns_in_s, ttl_s, pin_s, ends or demote, got 'return_in_s'",
-        ),
+        ({"return_in_s": 30}, "may have returns_in_s, ttl_s, pin_s or ends, got 'return_in_s'"),
         ({"returns_in_s": "30"}, "must be a number of seconds above 0 and up to 604800"),
         ({"returns_in_s": True}, "must be a number of seconds"),
         ({"returns_in_s": 0}, "must be a number of seconds"),
@@ -58,9 +52,6 @@ def test_none_are_given(custom_params: Any) -> None:
         ({"returns_in_s": 10**400}, "must be a number of seconds"),
         ({"ends": 1}, "must be true or false, got '1'"),
         ({"ends": "yes"}, "must be true or false"),
-        ({"demote": 1}, "'demote'. must be true or false, got '1'"),
-        ({"demote": True, "pin_s": 3}, "must have pin_s or demote, got both"),
-        ({"prefetch": True}, "may have .* got 'prefetch'"),
         ({"ends": True, "returns_in_s": 3}, "must have returns_in_s or ends, got both"),
         ({"ends": True, "ttl_s": 3}, "must have ttl_s or ends, got both"),
         ({"ttl_s": 0}, "'ttl_s'. must be a number of seconds above 0 and up to 604800"),
@@ -76,7 +67,7 @@ def test_what_is_no_hint_is_refused_with_what_was_expected(given: Any, refusal: 
         hints_of({PARAM: given})
 
 
-@pytest.mark.parametrize("name", ["ends", "demote", "returns_in_s", "ttl_s", "pin_s", None])
+@pytest.mark.parametrize("name", ["ends", "returns_in_s", "ttl_s", "pin_s", None])
 def test_a_refusal_writes_out_nothing_that_is_long_or_deep(name: str | None) -> None:
     """It is written in the process that serves everybody, and Python ends at a depth of 1,000."""
     deep: Any = []
