@@ -1,9 +1,12 @@
 """Every command that the documents show is one that its program takes, as far as it is ours.
 
 Each is given to the program's own parser, which is stopped behind that; the heads of the examples
-and of what is in `deploy/` are read, too. What `docs/quickstart.md` and the examples show is run
-besides (`tests/e2e/start/test_quickstart.py`, `tests/e2e/examples`), and what is none of ours is
-looked at in `test_docs_shell.py`.
+and of what is in `deploy/` are read, too. What of it takes seconds is run besides: `hier-kv` on
+files (`tests/unit/cli/test_shown_commands.py`), `hier-kv` at a server and all of the quickstart
+(`tests/e2e/start/test_quickstart.py`), starts up to their arguments (`test_refusals.py` there), and
+the examples (`tests/e2e/examples`). What is shown of `python -m bench` and of `make` would take
+minutes to hours: it is not run, but for what make would do. What is none of ours is looked at in
+`test_docs_shell.py`.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import ast
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import warnings
 from collections.abc import Iterator
@@ -102,6 +106,20 @@ def ours() -> list[Shown]:
 
 def gateways() -> list[Shown]:
     return [each for each in shown() if each.words[1:3] == _GATEWAY]
+
+
+def starts() -> list[Shown]:
+    """What is shown of SGLang's server in lines of its own: the words behind its name."""
+    found = []
+    for each in ours():
+        given = each.words
+        if _SERVER in given:
+            given = given[given.index(_SERVER) + 1 :]
+        elif not given[0].startswith("--hier-kv-"):
+            continue
+        if each.is_whole:
+            found.append(each._replace(words=given))
+    return found
 
 
 def is_of_others(words: tuple[str, ...]) -> bool:
@@ -209,6 +227,30 @@ def test_its_program_takes_it(command: Shown) -> None:
     if not any(word.startswith("-") for word in command.words):
         tried += [(*command.words, "--help")]
     assert any(is_taken(words) for words in tried)
+
+
+def makes_shown() -> list[tuple[str, ...]]:
+    return [*dict.fromkeys(each.words for each in ours() if each.words[0] == "make")]
+
+
+def what_make_would_do(*words: str) -> str:
+    done = subprocess.run(
+        ["make", "--dry-run", "--always-make", *words],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("words", makes_shown(), ids=" ".join)
+def test_make_would_do_it_and_uses_each_variable(words: tuple[str, ...]) -> None:
+    told = what_make_would_do(*words[1:])
+    assert told.strip()
+    for at, word in enumerate(words):
+        name, is_set, _ = word.partition("=")
+        if is_set:
+            without = (*words[1:at], f"{name}=", *words[at + 1 :])
+            assert what_make_would_do(*without) != told, f"{name} is not used"
 
 
 @pytest.mark.usefixtures("parse_only")

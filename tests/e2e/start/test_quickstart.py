@@ -23,13 +23,15 @@ from sglang_ext.cli import main
 from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.server import ROOT, TINYLM, Server
 from tests.e2e.hier_server import settled
+from tests.unit.cli.test_shown_commands import examples
 from tests.unit.test_docs_commands import ours
 
 pytestmark = pytest.mark.e2e
 
 _COMMAND = re.compile(r"^    (\S.*)$", re.MULTILINE)
-# What these do takes minutes, or other files; their own tests run them.
+# What these do takes minutes, or other files; `tests/unit/cli/test_shown_commands.py` runs them.
 _ELSEWHERE = ("size", "calibrate", "prebuild")
+_ASK = ("stats", "top", "steer", "warm")
 _OWN_FOLDER = ("doctor", "prune")  # refused while a server holds it
 
 
@@ -124,10 +126,12 @@ def test_the_client_of_the_operations_page_prints_what_was_reused(world: World) 
 
 
 def shown() -> list[tuple[str, ...]]:
-    """What pages show of `hier-kv` in lines of their own, each once."""
+    """What pages show of `hier-kv` in lines of their own, and `--help` of a server, each once."""
     words = [each.words[1:] for each in ours() if each.is_whole and each.words[0] == "hier-kv"]
     words = [each for each in words if each[0] not in _ELSEWHERE and "--contract" not in each]
-    return [*dict.fromkeys(words), ("top", "http://127.0.0.1:30000", "--count", "1")]
+    words += [each for each in examples() if each[0] in _ASK]
+    # It would go on.
+    return [*dict.fromkeys((*each, "--count", "1") if each[0] == "top" else each for each in words)]
 
 
 @pytest.fixture
@@ -138,7 +142,8 @@ def stand_ins(
     monkeypatch.chdir(tmp_path)
     Path("system.txt").write_text("You are a helpful assistant. " * 40)
     Path("handbook.txt").write_text("What to do when it rains. " * 60)
-    Path("documents.jsonl").write_text(json.dumps({"text": "On the sea. " * 60}))
+    for name in ("documents.jsonl", "prompts.jsonl"):
+        Path(name).write_text(json.dumps({"text": "On the sea. " * 60}))
     Path("empty").mkdir(mode=0o700)
     settled(world.server)
     shutil.copytree(world.folder / "kv", "copy")
@@ -181,5 +186,5 @@ def test_a_command_of_another_page_runs(
 
 def test_pages_show_commands_of_each_kind() -> None:
     assert {words[0] for words in shown()} >= {
-        *("doctor", "inspect", "keygen", "prune", "stats", "steer", "verify", "warm")
+        *("doctor", "inspect", "keygen", "prune", "stats", "steer", "top", "verify", "warm")
     }

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from tests.e2e.hier_server import (
     real_prompts,
     settled,
 )
+from tests.unit.test_docs_commands import starts
 
 pytestmark = pytest.mark.e2e
 
@@ -379,6 +380,8 @@ def parsed(folder: Path) -> Parsed:
         not_states = NO_STATES | ASSERTED_OF_STATES if name == "granite" else {}
         for what, (added, _) in not_states.items():
             cases[f"states: {what}"] = {"argv": [*given, *added], "resolve": True}
+    for number, start in enumerate(starts()):
+        cases[f"shown: {number}"] = {"argv": as_here(start.words, folder)}
     text = json.dumps(list(cases.values())).replace("@/", f"{folder}/")
     done = subprocess.run(
         [sys.executable, "-m", "tests.e2e.start.parse_probe"],
@@ -392,6 +395,32 @@ def parsed(folder: Path) -> Parsed:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
+
+
+def as_here(words: Sequence[str], folder: Path) -> list[str]:
+    """A start that a page shows, with what is here in the place of what it names."""
+    for name in ("key", "secret"):
+        (folder / name).write_text("x" * 64)
+        (folder / name).chmod(0o600)
+    stand_ins = {
+        **dict.fromkeys(("M", "/models/llama-8b"), str(TINYLM)),
+        **dict.fromkeys(("/nvme/kv", "/kv"), str(folder / "kv")),
+        "/etc/hier-kv.key": str(folder / "key"),
+        "P": "pythonic",
+        "A:5000": "127.0.0.1:5000",
+        "$port": "30000",
+    }
+    given = [stand_ins.get(word, word) for word in words if word != "&"]
+    given = [word.replace("/etc/kv-secret", str(folder / "secret")) for word in given]
+    if words[0].startswith("--hier-kv-"):  # flags alone, to be added to others
+        given += ["--enable-hier-kv", "--hier-kv-remote-url", "redis://cache:6379"]
+    if "--model-path" not in words:
+        given += ["--model-path", str(TINYLM)]
+    if "--hier-kv-host-size" in given:  # of a larger machine
+        given[given.index("--hier-kv-host-size") + 1] = SMALL[-1]
+    elif "--enable-hier-kv" in given:
+        given += SMALL
+    return [*given, "--device", "cpu"]
 
 
 def assert_one_sentence(text: str, expected: list[str], folder: Path) -> None:
@@ -414,6 +443,14 @@ def test_is_refused_with_one_sentence(parsed: Parsed, folder: Path, name: str) -
         sentence = result["stderr"].strip().splitlines()[-1]
         assert sentence.startswith("sglang-hier-kv: "), sentence
         assert sentence.endswith(".")
+
+
+@pytest.mark.parametrize("number", range(len(starts())))
+def test_what_the_documents_show_is_taken(parsed: Parsed, number: int) -> None:
+    start, result = starts()[number], parsed[f"shown: {number}"]
+    assert "args" in result, (start, result)
+    is_plain = "--enable-cache-report" in start.words  # what SGLang has without the plugin
+    assert bool(result["hier_kv"]) != is_plain, start
 
 
 @pytest.mark.parametrize("name", REFUSED_MODELS)
