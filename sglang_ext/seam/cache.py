@@ -269,8 +269,22 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.scheduler, self.truncator = scheduler, truncator
         self.only_saves = getattr(scheduler, "disagg_decode_prealloc_queue", None) is not None
         self.media.begin(scheduler, keeps=self._kept_of_a_token)
-        if truncator is not None and truncator.allows_match:
+        if truncator is None:
+            return
+        if truncator.allows_match:
             self.quotes = self._search_for_quotes(truncator)
+        self._tell_what_moves(truncator)
+
+    def _tell_what_moves(self, truncator: Truncator) -> None:
+        """Says in the log whose stored text is found, and where none can be moved."""
+        if not self.truncated.is_movable():
+            logger.warning(
+                "hier-kv: --hier-kv-truncation %s: K of this model cannot be moved, so what is "
+                "kept of a prompt is computed anew behind each new cut, and no stored text is "
+                "searched for",
+                truncator.mode,
+            )
+        elif truncator.allows_match:
             logger.info(
                 "hier-kv: --hier-kv-truncation %s: only requests with a cache_salt or an extra_key "
                 "are searched for stored text, and found, each inside its own",

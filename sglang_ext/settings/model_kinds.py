@@ -291,11 +291,18 @@ SERVED_MODES = (
     ),
     ServedMode(
         "fp8 KV (`--kv-cache-dtype fp8_e4m3`, `fp8_e5m2`)",
-        "exact, at the saved position only: such a pool has K rounded to 3 or 2 bits of mantissa "
-        "behind its rotation, so many values without rotation give the same bits, and rotated "
-        "elsewhere none of them is sure to give what the engine computes there. Run with full "
-        "layers, latent rows, window layers and layers with a state, and with `lossless`; not with "
-        "drafts, several ranks, truncation or a lossy codec",
-        "tests/e2e/models/test_model_kinds.py; tests/e2e/models/test_restored_kinds.py",
+        "exact, at the saved position only: such a pool has K rounded to 3 or 2 bits of "
+        "mantissa behind its rotation, so many values without rotation give the same bits, and "
+        "rotated elsewhere none of them is sure to give what the engine computes there. So "
+        "behind a new cut of `--hier-kv-truncation` the kept text is computed anew, and `match` "
+        "finds nothing. Run with full layers, latent rows, window layers and layers with a "
+        "state, by one rank, and by two tensor parallel ones full and window layers; with "
+        "`remote=lossless`, with EAGLE and NGRAM by one rank, with truncation; lossy are the "
+        "pages of a lossy codec here, too, run on the disk with `hier` alone. Not run: other "
+        "codecs, latent rows and states by several ranks, EAGLE3 and STANDALONE, drafts by "
+        "several ranks",
+        "tests/e2e/models/test_model_kinds.py; tests/e2e/models/test_restored_kinds.py; "
+        "tests/e2e/models/test_speculation.py; tests/e2e/reuse/test_truncation.py; "
+        "tests/e2e/reuse/test_codecs.py",
     ),
 )

@@ -159,6 +159,10 @@ def _in_fp8(kind: Kind, tolerance: float) -> Kind:
 
 
 KINDS |= {
+    "full-in-fp8": replace(
+        _in_fp8(KINDS["windows-in-one-pool"], 1.5),
+        log="K in 8 bits was rounded behind its rotation",
+    ),
     "windows-and-sinks-in-fp8": _in_fp8(KINDS["gpt-oss"], 0.8),
     "states-in-fp8-in-a-coded-store": _in_fp8(KINDS["states-in-a-coded-store"], 0.5),
     "states-beside-latent-rows-in-fp8": _in_fp8(_with_states("kimi_linear", "disk"), 0.5),
@@ -167,6 +171,10 @@ KINDS |= {
 KINDS |= {
     f"{name}-in-a-store": replace(KINDS[name], tier="remote")
     for name in ("gpt-oss", "chunks", "windows-in-one-pool")
+}
+KINDS |= {
+    f"{name}-on-two-ranks": _on_two_ranks(KINDS[name], "disk")
+    for name in ("full-in-fp8", "windows-and-sinks-in-fp8", "two-shapes-in-fp8")
 }
 KINDS["gpt-oss-on-two-ranks"] = _on_two_ranks(KINDS["gpt-oss"], "disk")
 KINDS |= {

@@ -30,6 +30,7 @@ from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import (
     GIB,
     PAGE,
+    ROUNDING,
     ask,
     by_tier,
     real_prompts,
@@ -53,6 +54,8 @@ LENGTHS = [436, 512, 577]
 ANSWER = 24
 # Chats that come back from disk without their draft's KV.
 LOST = (1, 2)
+# Of the KV cache, of the draft's, too.
+FP8 = ["--kv-cache-dtype", "fp8_e4m3"]
 # In float32, so that only another token can make another value.
 EXACT = ["--dtype", "float32", "--hier-kv-rope", "delta"]
 
@@ -68,6 +71,8 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def args_of(algorithm: str, drafts: dict[str, Path]) -> list[str]:
+    if algorithm.endswith("-in-fp8"):
+        return [*args_of(algorithm.removesuffix("-in-fp8"), drafts), *FP8]
     if algorithm == "ngram":
         return NGRAM
     path = TINYLM if algorithm == "standalone" else drafts[algorithm]
@@ -122,15 +127,19 @@ def share(answers: Sequence[dict[str, Any]]) -> float:
 
 
 @pytest.mark.sampled("ngram")
-@pytest.mark.parametrize("algorithm", ["eagle", "standalone", "eagle3", "ngram"])
+@pytest.mark.parametrize(
+    "algorithm", ["eagle", "standalone", "eagle3", "ngram", "eagle-in-fp8", "ngram-in-fp8"]
+)
 def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
     algorithm: str, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
     args, off = args_of(algorithm, drafts), 0.0
-    if algorithm == "ngram":
+    kind = algorithm.removesuffix("-in-fp8")
+    if kind == "ngram":
         # What it guesses depends on all that the process has said, and how many tokens are verified
-        # at once on what it guesses: that rounds differently, which float32 keeps from mattering.
-        args, off = [*args, "--dtype", "float32"], 2e-3
+        # at once on what it guesses: that rounds differently, which float32 keeps from mattering,
+        # but where a value that is computed anew is rounded to 8 bits.
+        args, off = [*args, "--dtype", "float32"], 2e-3 if algorithm == kind else ROUNDING
     with server_of(tmp_path, args) as server:
         turns(server)
         settled(server)
@@ -148,10 +157,11 @@ def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
     assert min(reused) >= 384
     assert_same(from_dram, hits, off)
     assert [by_tier(answer)["host"] for answer in from_dram][::2] == reused[::2]
-    lost = LOST if algorithm in DRAFT_LAYERS else ()
+    lost = LOST if kind in DRAFT_LAYERS else ()
     if lost:
         texts = [text_of(hits, chat) for chat in lost]
-        lose_draft_layers(tmp_path / "disk", DRAFT_LAYERS[algorithm], texts)
+        item_bytes = 2 if algorithm == kind else 1
+        lose_draft_layers(tmp_path / "disk", DRAFT_LAYERS[kind], texts, item_bytes)
     with server_of(tmp_path, args) as server:
         from_disk = turns(server)
     assert [by_tier(answer)["disk"] for answer in from_disk][::2] == reused[::2]
@@ -160,7 +170,7 @@ def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
     without, lost_hits = (of_chats(found, {*lost}) for found in (from_disk, hits))
     assert_same(kept, kept_hits, off)
     assert [found["output_ids"] for found in without] == [hit["output_ids"] for hit in lost_hits]
-    if algorithm == "ngram":
+    if kind == "ngram":
         return
     for found, expected in ((from_dram, hits), (kept, kept_hits)):
         assert [guesses(answer) for answer in found] == [guesses(answer) for answer in expected]
@@ -241,9 +251,11 @@ def lose_part(path: Path, at: int, record: Any, first: int, end: int) -> None:
         file.write(record.tobytes())
 
 
-def lose_draft_layers(folder: Path, draft_layers: int, texts: Sequence[Sequence[int]]) -> None:
+def lose_draft_layers(
+    folder: Path, draft_layers: int, texts: Sequence[Sequence[int]], item_bytes: int
+) -> None:
     """Zeros in place of the drafts' KV, in the records of texts, which are otherwise sound."""
-    first, end = (layout_of(2, layers).tail_offset for layers in (0, draft_layers))
+    first, end = (layout_of(item_bytes, layers).tail_offset for layers in (0, draft_layers))
     keys = {
         key for text in texts for pairs in (False, True) for key in page_keys(text, of_pairs=pairs)
     }

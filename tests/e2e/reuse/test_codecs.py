@@ -187,6 +187,31 @@ def report(capsys: pytest.CaptureFixture[str], codec: str, found: dict[str, Any]
         )
 
 
+@pytest.mark.long
+def test_a_lossy_codec_of_kv_in_8_bits_says_so_and_stays_near(tmp_path: Path) -> None:
+    """Smaller pages yet, near what they were; who wants exact KV is given none of them."""
+    args = [*codec_args(tmp_path, "hier", LOSSY_HOST_PAGES // 2), "--kv-cache-dtype", "fp8_e4m3"]
+    args += ["--attention-backend", "cpu_extend"]
+    with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
+        learn(server, "hier")
+        asked = windows()
+        for window in asked:
+            ask(server, window[:PREFIX], 1)
+            settled(server)
+        hits = [top_logprobs(server, window) for window in asked]
+        push_out(server)
+        lossy = [top_logprobs(server, window, "disk") for window in asked]
+        settled(server)
+        wish = {"custom_params": {"hier_kv_exact": True}, "max_new_tokens": 1}
+        exact = server.generate(input_ids=asked[0], sampling_params=wish)
+        found = settled(server)
+    assert exact["meta_info"]["cached_tokens"] == 0
+    assert 0 < mean_kl(hits, lossy) < 0.02
+    host = found["host"]
+    raw_bytes = host["coded_pages"] * PAGE * 8 * 2 * 2 * 64
+    assert 0 < host["coded_bytes"] < 0.5 * raw_bytes
+
+
 class Exact(NamedTuple):
     """A window without a server and without a codec.
 

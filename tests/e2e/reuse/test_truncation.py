@@ -7,6 +7,7 @@ import json
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,6 +19,7 @@ from testkit.requests import flush_device
 from testkit.server import Server, ServerError
 from testkit.workload import load_tokenizer
 from tests.e2e.hier_server import (
+    ROUNDING,
     hier_args,
     in_dram,
     real_prompts,
@@ -95,6 +97,47 @@ def test_a_conversation_that_overflows_again_and_again_keeps_its_kv(server: Serv
     assert counts["aliased_pages"] > 0
     assert counts["left_behind_pages"] > 0
     assert counts["moved_tokens"] > 0
+
+
+@pytest.mark.long
+def test_kv_in_8_bits_is_reused_behind_the_same_cut_and_never_moved(tmp_path: Path) -> None:
+    """Its K has positions in it: moved, it would be that of others."""
+    args = [*hier_args(tmp_path, host_pages=600, disk_gb=0.2), "--page-size", str(PAGE)]
+    args += ["--context-length", str(CONTEXT), "--max-total-tokens", "4096"]
+    args += ["--attention-backend", "cpu_extend", "--kv-cache-dtype", "fp8_e4m3"]
+    args += ["--hier-kv-truncation", "all"]
+    found: dict[int, list[int]] = {}
+    with Server(args, log_path=tmp_path / "server.log", stop="kill") as server:
+        assert "K of this model cannot be moved" in server.log()
+        (history,) = real_prompts([480], seed=3)
+        for turn, more in enumerate(real_prompts([60] * 6, seed=4)):
+            history = [*history, *more]
+            answer = ask(server, history, cache_salt="a")
+            cut = report(answer)["dropped"]
+            found.setdefault(cut, []).append(answer["meta_info"]["cached_tokens"])
+            # Nothing is stored under this salt: all of it is computed, each K where it is wanted.
+            kept = history[:4] + history[4 + cut :]
+            alone = ask(server, kept, "off", cache_salt=f"alone {turn}")
+            assert alone["meta_info"]["cached_tokens"] == 0
+            assert report(answer)["moved"] == 0
+            (tokens, ours), (wanted, theirs) = map(tokens_and_logprobs, (answer, alone))
+            assert tokens[0] == wanted[0]
+            assert abs(ours[0] - theirs[0]) < ROUNDING
+            on_device = ask(server, history, cache_salt="a")
+            in_dram(server)
+            flush_device(server)
+            restored = ask(server, history, cache_salt="a")
+            assert report(restored)["host"] == report(on_device)["device"] > 0
+            assert tokens_and_logprobs(restored) == tokens_and_logprobs(on_device)
+            history = [*history, *answer["output_ids"]]
+            in_dram(server)
+            flush_device(server)
+        quoting = [*history[:4], *history[300:500]]
+        assert ask(server, quoting, "all", cache_salt="a")["meta_info"]["cached_tokens"] == 0
+        counts = settled(server)["host"]
+    assert len(found) >= 2
+    assert all(first == 0 and min(later, default=1) > 0 for first, *later in found.values())
+    assert not counts.keys() & {"moved_tokens", "quote_searches", "saved_pre_pages"}
 
 
 def test_who_asks_for_exact_kv_gets_what_the_cut_prompt_alone_gives(server: Server) -> None:
