@@ -25,6 +25,7 @@ from testkit.pythons import alone, interpreters, pins, served
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST = ROOT / "dist"
+_PINNED = ROOT / "runtime_cpu" / "constraints.txt"
 TOOLS = ("build==1.6.1", "twine==7.0.0")
 # Of this folder: what is made here, perhaps at this very time (`.ci/run`).
 _NOT_BUILT = (
@@ -102,6 +103,7 @@ def release(scratch: Path, *, is_served: bool) -> None:
     """Builds both, and installs each into environments of its own; see `trials`."""
     call([sys.executable, "-m", "venv", scratch / "tools"])
     tools = scratch / "tools" / "bin"
+    install(tools, tools, ["--upgrade", "-c", str(_PINNED), "pip"])  # as `make dev` does
     install(tools, tools, TOOLS)
     shutil.rmtree(DIST, ignore_errors=True)
     # Of a copy: an editable installation writes into the tree what a build writes there, too.

@@ -255,8 +255,9 @@ class TierEventRecorder(KVCacheEventRecorder):
 
     def _say(self, keys: list[bytes], tiers: list[int]) -> None:
         """Says where pages are, as far as that is news."""
-        stored: list[tuple[_Page, StorageMedium]] = []
-        removed: dict[StorageMedium, list[int]] = {}
+        stored: dict[_Page, list[StorageMedium]] = {}
+        again: dict[StorageMedium, list[int]] = {}
+        gone: dict[StorageMedium, list[int]] = {}
         for key, bits in zip(keys, tiers, strict=True):
             page = self._told.get(key) or self._seen.get(key)
             if page is None:
@@ -265,21 +266,43 @@ class TierEventRecorder(KVCacheEventRecorder):
             if bits and key not in self._told and len(self._told) >= _MAX_TOLD:
                 self._store.counters.add("kv_events_untold_pages")
                 continue
-            # Taken back before: some readers count copies, and would keep one that is not there.
-            again = before & after if page.again else set[StorageMedium]()
+            repeated = [medium for medium in after if medium in before and page.again]
             page.told, page.again = bits, False
             source, target = (self._seen, self._told) if bits else (self._told, self._seen)
             target[key] = source.pop(key, page)
-            stored += ((page, medium) for medium in (after - before) | again)
-            for medium in (before - after) | again:
-                removed.setdefault(medium, []).append(page.block)
-        for medium, blocks in removed.items():
-            self.enqueue(BlockRemoved(block_hashes=blocks, medium=medium))
-        for medium in dict.fromkeys(self._media.values()):
-            for page in _parents_first([page for page, where in stored if where is medium]):
-                self._say_stored(page, medium)
+            for medium in repeated:
+                again.setdefault(medium, []).append(page.block)
+            for medium in before:
+                if medium not in after:
+                    gone.setdefault(medium, []).append(page.block)
+            news = [medium for medium in after if medium not in before or medium in repeated]
+            if news:
+                stored[page] = news
+        # What is told again is taken back before: some readers count copies, and would keep one
+        # that is not there. What is gone comes last: what moved is always somewhere.
+        self._say_removed(again)
+        self._say_stored(stored)
+        self._say_removed(gone)
 
-    def _say_stored(self, page: _Page, medium: StorageMedium) -> None:
+    def _say_removed(self, blocks: dict[StorageMedium, list[int]]) -> None:
+        for medium, each in blocks.items():
+            self.enqueue(BlockRemoved(block_hashes=each, medium=medium))
+
+    def _say_stored(self, media: dict[_Page, list[StorageMedium]]) -> None:
+        """Says where pages are besides: first of each one medium, so that all have their places.
+
+        A reader can place a page only behind one that is somewhere, in whichever medium. Then the
+        other media one by one, which SGLang's recorder makes few events of.
+        """
+        pages = list(_parents_first(list(media)))
+        for page in pages:
+            self._say_page(page, media[page][0])
+        for medium in dict.fromkeys(self._media.values()):
+            for page in pages:
+                if medium in media[page][1:]:
+                    self._say_page(page, medium)
+
+    def _say_page(self, page: _Page, medium: StorageMedium) -> None:
         self.enqueue(
             BlockStored(
                 block_hashes=[page.block],
@@ -293,8 +316,9 @@ class TierEventRecorder(KVCacheEventRecorder):
             )
         )
 
-    def _media_of(self, bits: int) -> set[StorageMedium]:
-        return {medium for bit, medium in self._media.items() if bits & bit}
+    def _media_of(self, bits: int) -> list[StorageMedium]:
+        """Each once, in the order of the tiers."""
+        return list(dict.fromkeys(medium for bit, medium in self._media.items() if bits & bit))
 
 
 def _parents_first(pages: list[_Page]) -> Iterator[_Page]:

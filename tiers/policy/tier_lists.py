@@ -112,12 +112,18 @@ class TierLists:
         Returns:
             How many lie here and were not to leave so before.
         """
-        pages = self._shared.pages
-        if not self._shared.config.lookahead:
-            return 0
-        own = rows[(pages.known[rows] != 0) & (pages.shared[rows] == 0) & (pages.pinned[rows] == 0)]
+        own = self.demotable(rows)
         # The deepest lies at the end from which they leave.
         return int(kernels.demote(self._lists, own if self._young else own[::-1].copy()))
+
+    def demotable(self, rows: Rows) -> Rows:
+        """Which of some pages `demote` would move: no path shares them, and nobody pins them."""
+        pages = self._shared.pages
+        if not self._shared.config.lookahead:
+            return rows[:0]
+        own = (pages.known[rows] != 0) & (pages.shared[rows] == 0) & (pages.pinned[rows] == 0)
+        found: Rows = rows[own]
+        return found
 
     def next_to_leave(self, count: int, now_s: float) -> Rows:
         """Up to `count` pages that `evict` would take out first; they stay. O(count)."""

@@ -17,6 +17,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store.books.books import Books
+from sglang_ext.tiers.store.books.page_states import OFFER
 from sglang_ext.tiers.store.types import (
     ON_DISK,
     READY,
@@ -291,8 +292,9 @@ class LookAhead:
     def demote(self, space: KeySpace, hashes: Hashes) -> int:
         """A prompt's pages may leave DRAM for the disk now: they are the first that leave it.
 
-        What the disk does not have yet is written next. Without a disk nothing is demoted. Pages
-        that other paths share, that are pinned or that somebody waits for stay where they are.
+        What the disk does not have yet is written next, also what it did not take before. Without a
+        disk nothing is demoted. Pages that other paths share, that are pinned or that somebody
+        waits for stay where they are.
 
         Args:
             space: namespace and adapter.
@@ -306,9 +308,11 @@ class LookAhead:
             rows = table.index.prefix_rows(hashes, space.number)
             rows = rows[(table.index.flags[rows] & READY) != 0]
             if table.disk_order is not None:
+                rows = table.order.demotable(rows)
                 num = table.order.demote(rows)
-                unwritten = (table.index.flags[rows] & (ON_DISK | WRITE_DROPPED)) == 0
-                self._spills.queue_leaving(rows[unwritten][::-1])
+                flags = table.index.flags[rows]
+                table.take(OFFER, rows[(flags & (ON_DISK | WRITE_DROPPED)) == WRITE_DROPPED])
+                self._spills.queue_leaving(rows[(flags & ON_DISK) == 0][::-1])
         table.counters.add("demoted_pages", num)
         return num
 

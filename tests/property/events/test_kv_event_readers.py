@@ -204,6 +204,29 @@ def test_pages_that_the_device_never_had_are_told_when_it_has_them(tmp_path: Pat
         world.close()
 
 
+def test_what_is_told_again_can_be_placed_where_a_path_lies_in_two_tiers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The device had it again, and dropped it before events were taken: only the tiers hold it."""
+    world = World(tmp_path, 0)
+    key = world.key(5)
+    hashes = hashes_of(key, PAGE)
+    bits = {row.tobytes(): ON_DISK if place < 2 else READY for place, row in enumerate(hashes)}
+    monkeypatch.setattr(
+        world.rig.store, "tiers_of",
+        lambda rows: np.array([bits[row.tobytes()] for row in rows], np.uint8),
+    )  # fmt: skip
+    try:
+        for _ in range(2):
+            world.compute(5)
+            world.leave()
+            world.drain()
+            found = world.reader.prefix(list(key.token_ids), PAGE, {CPU, DISK})
+            assert found == len(hashes) * PAGE
+    finally:
+        world.close()
+
+
 def test_records_in_coded_dram_are_in_dram(tmp_path: Path) -> None:
     world = World(tmp_path, 0, record_medium=StorageMedium.CPU)
     try:

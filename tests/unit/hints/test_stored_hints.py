@@ -152,6 +152,33 @@ def test_what_is_demoted_is_written_and_leaves_dram_first_and_not_the_disk(
     rig.settle()
 
 
+def test_what_is_not_demoted_is_not_written_either(make: Make) -> None:
+    rig = make(slots=41, lookahead=True, policy="write_back")
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    head, tails = pages("head", 5), [pages("one", 5), pages("other", 5)]
+    for tail in tails:
+        _serve(rig, np.concatenate([head, tail]))
+    assert lookahead.demote(rig.space, np.concatenate([head, tails[0]])) == 5
+    rig.settle()
+    assert (rig.on_disk(head), rig.on_disk(tails[0]), rig.on_disk(tails[1])) == (0, 5, 0)
+
+
+def test_what_the_disk_did_not_take_before_is_written_when_it_is_demoted(make: Make) -> None:
+    rig = make(slots=41, lookahead=True, policy="write_through")
+    lookahead = rig.store.lookahead
+    assert lookahead is not None
+    mine = pages("mine", 10)
+    rig.io.fail_writes = True
+    _serve(rig, mine)
+    rig.settle()
+    assert (rig.ready(mine), rig.on_disk(mine)) == (10, 0)
+    rig.io.fail_writes = False
+    assert lookahead.demote(rig.space, mine) == 10
+    rig.settle()
+    assert rig.on_disk(mine) == 10
+
+
 def _is_brought(rig: Rig, path: np.ndarray) -> bool:
     """Plans a path; a plan has the room that is free, which what is not written yet is not."""
     plan = rig.store.plan(rig.space, path)

@@ -86,6 +86,10 @@ class DramOrder:
         """These pages may leave DRAM first; see `TierLists.demote`."""
         return self._lists.demote(rows)
 
+    def demotable(self, rows: Rows) -> Rows:
+        """Those that `demote` would move; see `TierLists.demotable`."""
+        return self._lists.demotable(rows)
+
     @property
     def num_by_tenant(self) -> list[int]:
         """Pages of tenants with shares; see `TierLists`."""
