@@ -92,7 +92,7 @@ _NOW = {
 }
 # Of tenants, where there are quotas; N is 1, 2 and so on, as the flag names them.
 _QUOTAS = {
-    "quota_tenant_N_host_pages": "of the N-th tenant in DRAM",
+    "quota_tenant_N_host_pages": "with `--hier-kv-quotas`, of the N-th tenant in DRAM",
     "quota_tenant_N_disk_pages": "of the N-th tenant on disk",
     "quota_others_host_pages": "of all tenants without a share in DRAM",
     "quota_others_disk_pages": "of all tenants without a share on disk",
@@ -104,7 +104,7 @@ TIMES = {
     "save": "a node's pages to DRAM, without what it waited for forwards",
     "load": "a batch's pages to the device, without what it waited for forwards",
     "read": "pages from disk",
-    "decode": "of pages from disk",
+    "decode": "pages from disk, once read",
     "fetch": "pages from a remote store",
     "held": "how long a request was held back for its pages",
     "cost_X": "a `read`, `fetch`, `device_load` or `prefill` that the cost model had foretold",
