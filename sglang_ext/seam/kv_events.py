@@ -266,16 +266,15 @@ class TierEventRecorder(KVCacheEventRecorder):
             if bits and key not in self._told and len(self._told) >= _MAX_TOLD:
                 self._store.counters.add("kv_events_untold_pages")
                 continue
-            repeated = [medium for medium in after if medium in before and page.again]
-            page.told, page.again = bits, False
+            is_again, page.told, page.again = page.again, bits, False
             source, target = (self._seen, self._told) if bits else (self._told, self._seen)
             target[key] = source.pop(key, page)
-            for medium in repeated:
-                again.setdefault(medium, []).append(page.block)
             for medium in before:
                 if medium not in after:
                     gone.setdefault(medium, []).append(page.block)
-            news = [medium for medium in after if medium not in before or medium in repeated]
+                elif is_again:
+                    again.setdefault(medium, []).append(page.block)
+            news = [medium for medium in after if is_again or medium not in before]
             if news:
                 stored[page] = news
         # What is told again is taken back before: some readers count copies, and would keep one

@@ -300,7 +300,7 @@ SERVED_MODES = (
         "`remote=lossless`, with EAGLE and NGRAM by one rank, with truncation; lossy are the "
         "pages of a lossy codec here, too, run on the disk with `hier` alone. Not run: other "
         "codecs, latent rows and states by several ranks, EAGLE3 and STANDALONE, drafts by "
-        "several ranks",
+        "several ranks; and `fp8_e5m2` with more than full layers of one rank",
         "tests/e2e/models/test_model_kinds.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_speculation.py; tests/e2e/reuse/test_truncation.py; "
         "tests/e2e/reuse/test_codecs.py",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
+from sglang_ext.seam.metrics.names import TIMES
 from sglang_ext.tiers.disk import DiskStats
 from sglang_ext.tiers.policy.cost_model import CostModel
 
@@ -21,17 +22,27 @@ def documented() -> set[str]:
     return set(re.findall(r"`([a-z_A-Z]+)`", text))
 
 
-def counted() -> dict[str, str]:
-    """Patterns of the names that the code counts under, and where."""
-    found = {}
+def calls() -> Iterator[tuple[Path, ast.Call]]:
+    """Where the code counts."""
     for path in sorted(ROOT.rglob("*.py")):
         if path.relative_to(ROOT).parts[0] in ("sglang_ext", "tiers") and ".venv" not in path.parts:
             for call in ast.walk(ast.parse(path.read_text())):
                 if isinstance(call, ast.Call) and is_count(call):
-                    end = "_us" if ast.unparse(call.func).endswith(".time") else ""
-                    names = (name + end for name in patterns(call.args[0]))
-                    found.update(dict.fromkeys(names, path.name))
+                    yield path, call
+
+
+def counted() -> dict[str, str]:
+    """Patterns of the names that the code counts under, and where."""
+    found = {}
+    for path, call in calls():
+        end = "_us" if is_time(call) else ""
+        names = (name + end for name in patterns(call.args[0]))
+        found.update(dict.fromkeys(names, path.name))
     return found
+
+
+def is_time(call: ast.Call) -> bool:
+    return ast.unparse(call.func).endswith(".time")
 
 
 def is_count(call: ast.Call) -> bool:
@@ -70,6 +81,13 @@ def test_every_counter_is_in_a_document() -> None:
         if not any(re.fullmatch(f"((disk|remote|remote_error)_)?{name}", word) for word in known)
     }
     assert not missing
+
+
+def test_every_time_is_in_the_table_of_metrics() -> None:
+    times = {name for _, call in calls() if is_time(call) for name in patterns(call.args[0])}
+    assert len(times) > 5
+    known = [name.replace("X", "read") for name in TIMES]
+    assert not {each for each in times if not any(re.fullmatch(each, name) for name in known)}
 
 
 def test_every_estimate_is_in_the_document() -> None:
