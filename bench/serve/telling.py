@@ -1,15 +1,16 @@
 """What it costs to tell of the tiers: `python -m bench.serve.telling`.
 
-Two servers are up, both with the plugin, DRAM and disk; one of them also has `--enable-metrics`,
-read every few seconds as Prometheus would, and KV events with a subscriber in a process of its own,
-which keeps where each page lies, as a router does. They take the same requests in turns
+Two servers are up, both with the plugin, DRAM and disk, both with `--enable-metrics`, read every
+few seconds as Prometheus would, and with KV events and a subscriber in a process of its own, which
+keeps where each page lies, as a router does. In one of them the plugin tells nothing: what is
+measured is what it adds to SGLang's own metrics and events. With `--against neither` that one has
+no metrics and no events at all, SGLang's among them. They take the same requests in turns
 (`bench.serve.pairs`), no prompt comes twice, and the device holds a few of them: each page is told
 of three times as stored, and as removed from the device. Both are started anew several times.
 Reported are ratios of each pair of blocks: the CPU time of the scheduler's own thread, of its
-process, of the whole server, and the throughput; SGLang's own metrics and events are in all of
-them. Ratios of two noisy servers do not resolve a percent on a shared machine, so what the
-scheduler's thread spends on telling is counted in it, too (`bench.serve.telling_probe`). Ends with
-1 where that is more than 1 % of what the thread computes.
+process, of the whole server, and the throughput. Ratios of two noisy servers do not resolve a
+percent on a shared machine, so what the scheduler's thread spends on telling is counted in it, too
+(`bench.serve.telling_probe`). Ends with 1 where that is more than 1 % of what the thread computes.
 """
 
 from __future__ import annotations
@@ -46,19 +47,24 @@ MODEL = DummyModel("telling", 4, 256, 4, 2, 64, 512, 4096)
 CPU_TARGET, THROUGHPUT_TARGET = 1.01, 0.99
 MOST_OF_THREAD = 0.01  # of the scheduler's thread, as counted in it
 MEDIA = ("GPU", "CPU_PINNED", "DISK")
+# What the other server tells: what SGLang does without the plugin, or nothing.
+AGAINST = ("sglang", "neither")
 _PAGE = 64
 _CONCURRENCY = 6
 _SCRAPE_EVERY_S = 5.0
 _JOIN_S = 120.0
 
 
-def measure_telling(folder: Path, pairs: int, block: int, progress: Progress) -> dict[str, Any]:
+def measure_telling(
+    folder: Path, pairs: int, block: int, against: str, progress: Progress
+) -> dict[str, Any]:
     """Runs `pairs` pairs of blocks, the sides taking turns at going first.
 
     Args:
         folder: for the model and the disk tiers.
         pairs: pairs that count, of all starts together.
         block: requests in a block.
+        against: one of `AGAINST`.
         progress: where to say how far it is.
 
     Returns:
@@ -75,16 +81,16 @@ def measure_telling(folder: Path, pairs: int, block: int, progress: Progress) ->
     told: Counter[str] = Counter()
     spent_s = [0.0, 0.0, 0.0]
     while run.goes_on():
-        endpoint = f"tcp://127.0.0.1:{free_port()}"
-        telling = ["--enable-metrics", *publishing(endpoint)]
-        number = run.num_done
-        probe = folder / f"probe-{number}"
+        endpoints = {side: f"tcp://127.0.0.1:{free_port()}" for side in SIDES}
+        tells = SIDES if against == "sglang" else ("on",)
+        telling = {side: ["--enable-metrics", *publishing(endpoints[side])] for side in tells}
+        start = folder / str(run.num_done)
         with ExitStack() as stack:
             servers = {
                 side: Server(
-                    [*_arguments(folder / f"{side}-{number}"), *(telling if side == "on" else [])],
+                    [*_arguments(start / side / "kv"), *telling.get(side, [])],
                     model=model,
-                    env=environment(probe, probe / "told") if side == "on" else None,
+                    env=environment(start / side, start / side / "told", is_mute=side == "off"),
                     stop="kill",
                     start_timeout_s=600.0,
                 )
@@ -95,12 +101,14 @@ def measure_telling(folder: Path, pairs: int, block: int, progress: Progress) ->
                 servers[side].start()
             for server in servers.values():
                 server.wait_ready()
-            heard = stack.enter_context(_subscriber(endpoint))
-            before_s = told_s(probe / "told")
-            with _scraped(servers["on"]):
+            heard = {side: stack.enter_context(_subscriber(endpoints[side])) for side in tells}
+            before_s = told_s(start / "on" / "told")
+            with ExitStack() as scrapes:
+                for side in tells:
+                    scrapes.enter_context(_scraped(servers[side]))
                 run.measure(servers)
             told = _check(servers, heard)
-            after_s = told_s(probe / "told")
+            after_s = told_s(start / "on" / "told")
             spent_s = [
                 s + now - was for s, now, was in zip(spent_s, after_s, before_s, strict=True)
             ]
@@ -173,23 +181,30 @@ def _scraped(server: Server) -> Iterator[None]:
         thread.join()
 
 
-def _check(servers: dict[str, Server], heard: Connection) -> Counter[str]:
-    """What the subscriber knows; raises where that is not all that there is."""
+def _check(servers: dict[str, Server], heard: dict[str, Connection]) -> Counter[str]:
+    """What the subscriber knows; raises where that is not all that there is, or the mute tells."""
     host = settle(servers["on"])["host"]
     if "sglang:hier_kv_pages_total" not in servers["on"].get("/metrics"):
         raise CaseFailedError("the plugin's metrics are not published")
     if not tier_state(servers["off"])["host"].get("saved_pages"):
         raise CaseFailedError("the server that tells nothing saved nothing either")
-    heard.send(None)
-    told: Counter[str] = heard.recv()
+    told, mute = (_known(heard[side]) if side in heard else Counter() for side in ("on", "off"))
     # The first few pages may have been told before the subscriber had joined.
     missing = {medium for medium in MEDIA[1:] if told[medium] < 0.9 * host["saved_pages"]}
     if missing:
         raise CaseFailedError(f"{host['saved_pages']} pages were saved, and told of were {told}")
+    if set(mute) - {"GPU"} or ("off" in heard) != bool(mute):
+        raise CaseFailedError(f"the server that tells what SGLang does told of {mute}")
     return told
 
 
-def table(found: dict[str, Any]) -> Table:
+def _known(heard: Connection) -> Counter[str]:
+    heard.send(None)
+    told: Counter[str] = heard.recv()
+    return told
+
+
+def table(found: dict[str, Any], against: str) -> Table:
     """What a person reads."""
     names = {
         "cpu_ratio": "CPU of the scheduler's thread",
@@ -207,7 +222,8 @@ def table(found: dict[str, Any]) -> Table:
             says = verdict(found[name], (low, high), targets[name], at_most=at_most)
             target = f"{'<=' if at_most else '>='} {targets[name]}: {says}"
         rows.append([said, f"{found[name]:.4f}", f"{low:.4f} to {high:.4f}", target])
-    title = f"metrics and KV events / neither, nothing reused, {found['pairs']} pairs of blocks"
+    beside = "SGLang's own" if against == "sglang" else "neither"
+    title = f"the plugin's metrics and KV events / {beside}, nothing reused, {found['pairs']} pairs"
     return Table(title, ["", "median", "95 % interval", "target"], rows)
 
 
@@ -225,6 +241,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.serve.telling", description=__doc__)
     parser.add_argument("--pairs", type=int, default=12, metavar="N", help="pairs of blocks")
     parser.add_argument("--block", type=int, default=40, metavar="N", help="requests in a block")
+    parser.add_argument(
+        "--against",
+        choices=AGAINST,
+        default=AGAINST[0],
+        help="what the other server tells: what SGLang does without the plugin, or nothing",
+    )
     parser.add_argument("--quick", action="store_true", help="three pairs, at most 4 minutes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the result")
     args = parser.parse_args(argv)
@@ -234,7 +256,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     def make(progress: Progress) -> Report:
         nonlocal share
         with disk_folder("bench-telling-") as folder:
-            found = measure_telling(folder, pairs, args.block, progress)
+            found = measure_telling(folder, pairs, args.block, args.against, progress)
         share = found["share_of_thread"]
         n = {"pairs": found["pairs"], "requests_per_block": args.block}
         notes = [
@@ -242,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             _counted(found),
             f"Pages that the last subscriber knew in the end: {found['told']}.",
         ]
-        return Report(found, found.pop("samples"), n, [table(found)], notes)
+        return Report(found, found.pop("samples"), n, [table(found, args.against)], notes)
 
     status = run_alone("serve_telling", make, args.json)
     if not status and share > MOST_OF_THREAD:

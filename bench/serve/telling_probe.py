@@ -26,13 +26,21 @@ from typing import Any
 from testkit.rank_probe import loading
 
 _FILE_VARIABLE = "BENCH_TELLING_PROBE"
+_MUTE_VARIABLE = "BENCH_TELLING_MUTE"
 _SENDER = "zmq-publisher"
 _WRITE_EVERY_S = 0.2
 
 
-def environment(folder: Path, file: Path) -> dict[str, str]:
-    """Variables for a server whose scheduler counts, to a file."""
-    return {**loading(folder, "bench.serve.telling_probe:load"), _FILE_VARIABLE: str(file)}
+def environment(folder: Path, file: Path, *, is_mute: bool) -> dict[str, str]:
+    """Variables for a server whose scheduler counts, to a file.
+
+    Args:
+        folder: where the entry point is written.
+        file: where to count to.
+        is_mute: whether the plugin tells nothing there, whatever SGLang does.
+    """
+    loads = loading(folder, "bench.serve.telling_probe:load")
+    return {**loads, _FILE_VARIABLE: str(file), _MUTE_VARIABLE: "1" if is_mute else ""}
 
 
 def told_s(file: Path) -> tuple[float, float, float]:
@@ -54,6 +62,8 @@ def load() -> None:
     from sglang_ext.seam.kv_events import TierEventRecorder
     from sglang_ext.seam.metrics.reporter import MetricsReporter
 
+    if os.environ[_MUTE_VARIABLE]:
+        _mute()
     probe = _Probe(Path(os.environ[_FILE_VARIABLE]))
     wrapped = {
         SchedulerKvEventsPublisher: ("publish_kv_events",),
@@ -71,6 +81,24 @@ def load() -> None:
     Scheduler.on_idle = probe.begins(Scheduler.on_idle, is_idle=True)
     Scheduler.run_batch = probe.begins(Scheduler.run_batch, is_idle=False)
     TierEventRecorder.take = probe.noted(TierEventRecorder.take)  # type: ignore[method-assign]
+
+
+def _mute() -> None:
+    """SGLang's own recorder stays in the tree, and of the plugin's metrics there are none."""
+    from sglang_ext.seam import cache
+    from sglang_ext.seam.metrics.reporter import MetricsReporter
+
+    def keep(device: Any, *_: Any, **__: Any) -> Any:
+        return device
+
+    make = MetricsReporter.__init__
+
+    @functools.wraps(make)
+    def make_none(*args: Any, **kwargs: Any) -> None:
+        make(*args, **(kwargs | {"enabled": False}))
+
+    vars(cache)["TierEventRecorder"] = keep
+    MetricsReporter.__init__ = make_none  # type: ignore[method-assign]
 
 
 class _Probe:
