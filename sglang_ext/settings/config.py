@@ -240,7 +240,9 @@ class HierKVConfig:
         "Shares of DRAM, disk and remote store that tenants have by right, such as "
         "cache_salt:acme=0.3,extra_key:web=0.2; all others have the rest together. A tenant may "
         "have more while there is room; where there is none, pages of those above their share "
-        "leave first (docs/quotas.md). Empty: all are equal.",
+        "leave first (docs/quotas.md). @FILE: one tenant on each line of a file, as who knows a "
+        "salt is its tenant, and command lines are seen by ps and /server_info. Empty: all are "
+        "equal.",
         metavar="TENANT=SHARE,...",
     )
     tree_core: str = _knob(

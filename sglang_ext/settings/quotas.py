@@ -1,22 +1,33 @@
 """Shares of the tiers that tenants have by right: how the flag is written, and whose are whose.
 
 `cache_salt:acme=0.3,extra_key:web=0.2`: requests with the salt `acme` have 30 % of each tier, those
-with the key `web` and another salt, or none, 20 %, and all others together the rest.
+with the key `web` and another salt, or none, 20 %, and all others together the rest. `@FILE` stands
+for what is in a file: who knows a salt is its tenant, and command lines are shown to many.
 """
 
 from __future__ import annotations
 
+import functools
+import logging
+import os
+import stat
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.values import shown
 
+logger = logging.getLogger(__name__)
+
 MAX_TENANTS: Final = 15  # as in `tiers/policy/config.py`, which takes long to import
 _FIELDS = ("cache_salt", "extra_key")
 _FLAG = "--hier-kv-quotas"
 _EXAMPLE = "cache_salt:acme=0.3,extra_key:web=0.2"
+_FILE_MARK, _COMMENT = "@", "#"
+_MAX_FILE_BYTES = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -38,27 +49,72 @@ class Quotas:
 
 
 def parse_quotas(text: str) -> Quotas:
-    """The shares that a flag's text gives.
+    """The shares that a flag's text gives; reads its file, if it names one.
 
     Raises:
-        HierKVConfigError: it gives none.
+        HierKVConfigError: it gives none. Nothing of what is in a file is in the message.
+    """
+    if not text.startswith(_FILE_MARK):
+        return _of(text.split(",") if text else (), lambda _, part: shown(part))
+    path = Path(text.removeprefix(_FILE_MARK))
+    return _of(_lines(path), lambda number, _: f"entry {number} of {path}")
+
+
+def _lines(path: Path) -> list[str]:
+    """One tenant each; empty lines and comments are left out."""
+    try:
+        with path.open("rb") as file:
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
+            data = file.read(_MAX_FILE_BYTES + 1)
+        text = data.decode("utf-8")
+    except (OSError, UnicodeDecodeError):
+        text = ""
+    lines = [line.strip() for line in text.splitlines()]
+    found = [line for line in lines if line and not line.startswith(_COMMENT)]
+    if not found or len(data) > _MAX_FILE_BYTES:
+        raise HierKVConfigError(
+            f"{_FLAG} {_FILE_MARK}FILE must name a text of at most {_MAX_FILE_BYTES:,} bytes with "
+            f"a tenant such as cache_salt:acme=0.3 on each line, and {shown(str(path))} is none; "
+            "give one that the server may read."
+        )
+    if mode & 0o077:
+        _warn_of_readers(path, mode)
+    return found
+
+
+@functools.cache  # once, however often the settings are looked at
+def _warn_of_readers(path: Path, mode: int) -> None:
+    logger.warning(
+        "hier-kv: %s, which names tenants by their salts, may be read or written by others (mode "
+        "%04o); make it its owner's alone with chmod 600",
+        path,
+        mode,
+    )
+
+
+def _of(parts: Iterable[str], told: Callable[[int, str], str]) -> Quotas:
+    """The shares of some tenants.
+
+    Args:
+        parts: a tenant and its share each.
+        told: how a message speaks of one, from its number and its text.
     """
     shares: list[float] = []
     numbers: dict[tuple[str, str], int] = {}
-    for part in text.split(",") if text else ():
+    for at, part in enumerate(parts, 1):
         named, equals, share = part.strip().rpartition("=")
         kind, colon, name = named.partition(":")
         key = kind, unquote(name)
         if not equals or not colon or kind not in _FIELDS or not name:
             raise HierKVConfigError(
-                f"{_FLAG} must be a list such as {_EXAMPLE}, got {shown(part)} in it; name each "
+                f"{_FLAG} must be a list such as {_EXAMPLE}, got {told(at, part)} in it; name each "
                 "tenant by cache_salt: or extra_key:, with %2C, %3D and %25 for a comma, = and %."
             )
         if key in numbers:
             raise HierKVConfigError(
-                f"{_FLAG} must have each tenant once, got {shown(named)} twice; leave one out."
+                f"{_FLAG} must have each tenant once, got {told(at, named)} twice; leave one out."
             )
-        shares.append(_share(share, named))
+        shares.append(_share(share, told(at, part)))
         numbers[key] = len(shares)
     if len(shares) > MAX_TENANTS:
         raise HierKVConfigError(
@@ -73,14 +129,13 @@ def parse_quotas(text: str) -> Quotas:
     return Quotas(tuple(shares), numbers)
 
 
-def _share(text: str, name: str) -> float:
+def _share(text: str, told: str) -> float:
     try:
         share = float(text)
     except ValueError:
         share = -1.0
     if not 0 < share <= 1:  # and so no NaN
         raise HierKVConfigError(
-            f"{_FLAG} must have shares above 0 and up to 1, got {shown(text)} for {shown(name)}; "
-            "give one such as 0.3."
+            f"{_FLAG} must have shares above 0 and up to 1, got {told}; give one such as 0.3."
         )
     return share

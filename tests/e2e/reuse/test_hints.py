@@ -44,7 +44,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("hints")
     args = hier_args(folder, host_pages=HOST_CHATS * CHAT_PAGES, disk_gb=0.5)
     args += ["--max-running-requests", "1", "--hier-kv-pin-share", "0.2"]
-    args += ["--hier-kv-quotas", "cache_salt:guarded=0.4"]
+    (folder / "quotas").write_text("cache_salt:guarded=0.4\n")
+    args += ["--hier-kv-quotas", f"@{folder}/quotas"]
     (folder / "shared").mkdir()
     args += ["--hier-kv-remote-url", f"file://{folder}/shared?size={STORE_PAGES * SLOT_BYTES}"]
     with Server(args, log_path=folder / "server.log", stop="kill") as server:
@@ -143,6 +144,9 @@ def test_a_tenant_keeps_its_share_while_many_others_come(server: Server) -> None
         settled(server)
     counts = settled(server)["host"]
     assert counts["quota_tenant_1_host_pages"] == CHAT_PAGES
+    told = json.dumps(server.get("/server_info"))
+    assert "--hier-kv-quotas @" in told
+    assert "guarded" not in told
     assert counts["quota_others_host_pages"] <= (HOST_CHATS - 1) * CHAT_PAGES
     flush_device(server)
     answer = server.generate(input_ids=mine, cache_salt="guarded", sampling_params=params)

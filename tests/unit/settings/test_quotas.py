@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from sglang_ext.errors import HierKVConfigError
@@ -29,7 +31,7 @@ def test_shares_are_read_and_requests_are_told_apart() -> None:
         ("cache_salt:=0.3", "must be a list such as"),
         ("cache_salt:acme", "must be a list such as"),
         ("cache_salt:acme=0.3,", "must be a list such as"),
-        ("cache_salt:acme=much", "shares above 0 and up to 1, got 'much' for 'cache_salt:acme'"),
+        ("cache_salt:acme=much", "shares above 0 and up to 1, got 'cache_salt:acme=much'"),
         ("cache_salt:acme=0", "shares above 0"),
         ("cache_salt:acme=nan", "shares above 0"),
         ("cache_salt:acme=30", "shares above 0"),
@@ -41,6 +43,50 @@ def test_shares_are_read_and_requests_are_told_apart() -> None:
 def test_what_are_no_shares_is_refused_at_start(text: str, refusal: str) -> None:
     with pytest.raises(HierKVConfigError, match=refusal):
         HierKVConfig.from_dict({"quotas": text})
+
+
+def test_a_file_gives_them_and_keeps_the_salts_out_of_sight(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "quotas"
+    path.write_text("# who pays\n\ncache_salt:acme,west=0.3\n  extra_key:web=0.2\n")
+    path.chmod(0o600)
+    config = HierKVConfig.from_dict({"quotas": f"@{path}"})
+    quotas = parse_quotas(config.quotas)
+    assert quotas.shares == (0.3, 0.2)
+    assert quotas.tenant_of("acme,west", None) == 1
+    assert "acme" not in repr(config)
+    assert not caplog.text
+    path.chmod(0o644)
+    for _ in range(2):
+        parse_quotas(f"@{path}")
+    assert caplog.text.count("mode 0644") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "refusal"),
+    [
+        (b"", "must name a text"),
+        (b"# nobody\n", "must name a text"),
+        (b"\xff=0.1", "must name a text"),
+        (b"#" * 65_530 + b"\ncache_salt:secret=0.1", "must name a text of at most 65,536 bytes"),
+        (b"secret=0.1", "must be a list such as .*, got entry 1 of "),
+        (b"cache_salt:a=0.1\ncache_salt:secret=2", "shares above 0 and up to 1, got entry 2 of"),
+        (b"cache_salt:secret=0.1\ncache_salt:secret=0.1", "each tenant once, got entry 2 of"),
+    ],
+)
+def test_what_a_file_holds_is_in_no_refusal(tmp_path: Path, text: bytes, refusal: str) -> None:
+    path = tmp_path / "quotas"
+    path.write_bytes(text)
+    with pytest.raises(HierKVConfigError, match=refusal) as refused:
+        HierKVConfig.from_dict({"quotas": f"@{path}"})
+    assert "secret" not in str(refused.value)
+
+
+def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    for path in ("", tmp_path, tmp_path / "none"):
+        with pytest.raises(HierKVConfigError, match="must name a text"):
+            HierKVConfig.from_dict({"quotas": f"@{path}"})
 
 
 def test_without_look_ahead_they_are_refused() -> None:
