@@ -26,6 +26,7 @@ def main() -> int:
                 (verdict.broken, "missing or with other parameters"),
                 (verdict.unproven, "overridden and written differently"),
                 (verdict.changed, "hooked and written differently"),
+                (verdict.called, "called and written differently"),
             )
             if found
         ]

@@ -126,6 +126,7 @@ def check_sglang(place: Path | None = None) -> Check:
     verdict = examine(source)
     differs = [f"{one.symbol} is written differently" for one in verdict.unproven]
     told = [f"{one.symbol} is written differently (hooked only)" for one in verdict.changed]
+    told += [f"{one.symbol} is written differently (called only)" for one in verdict.called]
     details = [*map(str, verdict.broken), *differs, *told]
     allowed = os.environ.get(ALLOW_UNTESTED) == "1"
     refusal = verdict.refusal(allow_untested=allowed)

@@ -14,7 +14,7 @@ class Use(Enum):
     """What is done with a name, and so what of it must be as it was tested."""
 
     NAMED = "exists"
-    CALLED = "signature"
+    CALLED = "signature; its body, too, is told of when it differs"
     HOOKED = "signature; its body is told of when it differs"
     FOLLOWED = "signature and body: ours takes its place, or rests on what it does"
 

@@ -46,6 +46,7 @@ class ContractReport:
         unproven: what the plugin takes the place of, or rests on, is written differently: it may
             mean something else now.
         changed: what the plugin only goes around is written differently.
+        called: what the plugin only calls is written differently.
     """
 
     version: str
@@ -53,11 +54,13 @@ class ContractReport:
     broken: list[Finding] = field(default_factory=list)
     unproven: list[Finding] = field(default_factory=list)
     changed: list[Finding] = field(default_factory=list)
+    called: list[Finding] = field(default_factory=list)
 
     @property
     def is_tested(self) -> bool:
         """The release was tested, and this is it."""
-        return self.version == self.reference and not (self.broken or self.unproven or self.changed)
+        differs = self.broken or self.unproven or self.changed or self.called
+        return self.version == self.reference and not differs
 
     def refusal(self, *, allow_untested: bool) -> str:
         """Why the plugin does not run with it, a sentence; empty where it does."""
@@ -78,7 +81,7 @@ class ContractReport:
         """What an operator should know who runs it all the same; empty where nothing."""
         if self.is_tested:
             return ""
-        differs = [*self.unproven, *self.changed]
+        differs = [*self.unproven, *self.changed, *self.called]
         found = (
             f"{_names(differs)} differ" if differs else f"all {len(SYMBOLS)} names are as tested"
         )
@@ -122,9 +125,9 @@ def _compare(verdict: ContractReport, symbol: Symbol, expected: Shape, found: Sh
     elif found.signature != expected.signature:
         what = f"takes {found.signature or 'no call'}, expected {expected.signature}"
         verdict.broken.append(Finding(symbol, what))
-    elif found.body != expected.body and symbol.use is not Use.CALLED:
-        group = verdict.unproven if symbol.use is Use.FOLLOWED else verdict.changed
-        group.append(Finding(symbol, "is written differently"))
+    elif found.body != expected.body:
+        groups = {Use.FOLLOWED: verdict.unproven, Use.CALLED: verdict.called}
+        groups.get(symbol.use, verdict.changed).append(Finding(symbol, "is written differently"))
 
 
 def reference_releases() -> Mapping[str, Mapping[str, Any]]:

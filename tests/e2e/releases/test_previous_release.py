@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from testkit.rank_requests import ENVIRONMENT, WAYS
+from testkit.rank_requests import ENVIRONMENT
+from testkit.rank_requests import WAYS as RANKS
 from testkit.releases.wheels import unpacked, wheel_of
 from testkit.remote.otlp import TraceCollector
 from testkit.remote.redis_server import RedisServer, redis_binary
@@ -27,9 +28,11 @@ from tests.e2e.hier_server import (
     connected,
     hier_args,
     real_prompts,
+    settled,
     state,
     tokens_and_logprobs,
 )
+from tests.e2e.openai_client import WAYS, connect, seen, through
 
 RELEASE = "0.5.22"
 pytestmark = [
@@ -56,7 +59,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, collector: TraceCollector) 
     folder = tmp_path_factory.mktemp("previous")
     with RedisServer(folder / "redis") as redis:
         # Every wait is for a state, so that codecs may take their time.
-        args = [*hier_args(folder, host_pages=HOST_PAGES), *WAYS["tp"]]
+        args = [*hier_args(folder, host_pages=HOST_PAGES), *RANKS["tp"]]
         args += ["--hier-kv-prefetch-timeout-ms", "60000"]
         args += ["--hier-kv-codec", "disk=lossless,remote=lossless"]
         args += ["--hier-kv-remote-url", f"redis://127.0.0.1:{redis.port}"]
@@ -162,3 +165,15 @@ def test_a_tenant_meets_only_what_is_its_own(server: Server, prompts: Iterator[l
     answer = ask(server, prompt, extra_key="a")
     assert tiers(answer) == {"host": REUSABLE}
     assert tokens_and_logprobs(answer) == expected
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_openai_client_sees_reuse_by_tier(server: Server, way: str) -> None:
+    with connect(server) as client:
+        through(client, way, LENGTH // 2, seed=WAYS.index(way))
+        settled(server)
+        flush_device(server)
+        usage, header = through(client, way, LENGTH // 2, seed=WAYS.index(way))
+    cached, report = seen(usage)
+    assert report == header == {"device": 0, "host": cached, "disk": 0, "remote": 0}
+    assert cached == (usage.prompt_tokens - 1) // PAGE * PAGE > 0

@@ -94,6 +94,16 @@ def test_other_code_in_what_is_hooked_runs_and_is_told(tmp_path: Path, name: str
     assert "0.6.0 was not tested" in found.warning()
 
 
+def test_other_code_in_what_is_called_runs_and_is_told(tmp_path: Path) -> None:
+    copy = SglangCopy(tmp_path, UNTESTED)
+    symbol = next(one for one in TWENTY if one.use is Use.CALLED)
+    copy.add_statement(symbol)
+    found = look(copy)
+    assert found.refusal(allow_untested=False) == ""
+    assert [one.symbol for one in found.called] == [symbol]
+    assert f"{symbol} differ" in found.warning()
+
+
 def test_a_release_of_which_nothing_that_is_used_differs_runs_and_is_told(tmp_path: Path) -> None:
     copy = SglangCopy(tmp_path, UNTESTED)
     for name in ("UnifiedRadixCache.checkpoint", "Scheduler.run_batch"):
