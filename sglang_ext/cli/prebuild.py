@@ -16,8 +16,8 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     describe(
         parser,
         "Compiles what the first start on a machine would compile, for about a minute, and keeps "
-        "it where this user's servers find it; what is kept already stays. Needs no GPU and no "
-        "model.",
+        "it where this user's servers find it; what is kept already stays. Needs torch, but no "
+        "GPU and no model.",
         "hier-kv prebuild --dtype bf16 --codec hier",
     )
     parser.set_defaults(run=_prebuild)
