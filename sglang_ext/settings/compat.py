@@ -23,7 +23,7 @@ from sglang_ext.settings.disaggregation import (
     is_disaggregated,
     outside_disaggregation,
 )
-from sglang_ext.settings.gateway import WITHOUT_GATEWAY, outside_gateway
+from sglang_ext.settings.gateway import WITHOUT_GATEWAY, advice_at_gateway, outside_gateway
 from sglang_ext.settings.indexed import KIND as INDEXED
 from sglang_ext.settings.indexed import outside_index
 from sglang_ext.settings.lossless import lossy_codec
@@ -140,7 +140,8 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
             _refuse(expected, found, f"change it, or {WITHOUT}")
     for expected, found in outside_speculation(resolved.values.get, config, resolved.model_kind):
         _refuse(expected, found, WITHOUT_SPECULATION)
-    return [f"--{flag(name)} was never tested with --enable-hier-kv" for name in unknown]
+    untested = [f"--{flag(name)} was never tested with --enable-hier-kv" for name in unknown]
+    return [*untested, *advice_at_gateway(resolved.values.get, config)]
 
 
 def _check_disaggregation(

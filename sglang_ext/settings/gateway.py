@@ -41,3 +41,18 @@ def outside_gateway(
         ("--hier-kv-truncation off", config.truncation),
     )
     yield from outside(rows, "with --smg-grpc-mode")
+
+
+def advice_at_gateway(read: Callable[[str], Any], config: HierKVConfig) -> Iterator[str]:
+    """Sentences to warn with: what works behind the gateway, and would work better otherwise.
+
+    Args:
+        read: an argument's value by its name.
+        config: the plugin's settings.
+    """
+    tells = read("smg_grpc_mode") and read("kv_events_config")
+    if tells and config.disk_dir and config.kv_events_disk == "disk":
+        yield (
+            "SGLang's gateway sends nobody to where pages are on disk alone; with "
+            "--hier-kv-kv-events-disk host it does"
+        )

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.e2e
 
 PAGE, NUM_PROMPTS = 16, 40
 PROMPT_TOKENS = 12 * PAGE + 3
-TIERS, EXTERNAL = {"CPU_PINNED", "DISK"}, {"EXTERNAL"}
+DRAM, TIERS, EXTERNAL = {"CPU_PINNED"}, {"CPU_PINNED", "DISK"}, {"EXTERNAL"}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +76,34 @@ def test_a_router_knows_what_a_request_reuses(server: Server, endpoint: str) -> 
         reader.until(lambda index: index.prefix(last, PAGE, {"CPU_PINNED"}) == whole)
         server.post("/hicache/storage-backend/clear")
         reader.until(lambda index: not index.media)
+
+
+def test_what_lies_on_disk_is_told_of_as_in_dram_where_that_is_asked_for(tmp_path: Path) -> None:
+    """For routers that send nobody to where pages are on disk alone."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    args = [*hier_args(tmp_path, host_pages=15, disk_gb=0.5), "--page-size", str(PAGE)]
+    args += ["--max-total-tokens", str(3 * 16 * PAGE), "--max-running-requests", "1"]
+    args += ["--hier-kv-kv-events-disk", "host", *publishing(endpoint)]
+    prompts = list(real_prompts([PROMPT_TOKENS] * 12))
+    whole = PROMPT_TOKENS // PAGE * PAGE
+    with (
+        Server(args, log_path=tmp_path / "server.log", stop="kill") as server,
+        KvReader(endpoint) as reader,
+    ):
+        for ids in real_prompts([2 * PAGE] * 500, seed=99):  # until it has joined
+            _ask(server, ids)
+            if reader.has_heard:
+                break
+        for ids in prompts:
+            _ask(server, ids)
+            settled(server)
+        reader.until(lambda index: all(index.prefix(ids, PAGE, DRAM) == whole for ids in prompts))
+        with reader.lock:
+            assert set().union(*reader.index.media.values()) == {"GPU", *DRAM}
+        flush_device(server)
+        reused = [_ask(server, ids) for ids in prompts]
+        assert any(each.get("disk") for each in reused), reused
+        assert all(sum(each.values()) == whole for each in reused), reused
 
 
 def _ask(server: Server, ids: list[int]) -> dict[str, int]:

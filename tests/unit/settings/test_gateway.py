@@ -50,6 +50,17 @@ def test_the_release_before_is_refused() -> None:
         check_resolved(Resolved(values, values, {}, "mha", "0.5.22"), HierKVConfig())
 
 
+def test_who_tells_of_a_disk_is_told_that_the_gateway_passes_over_it() -> None:
+    values = {"smg_grpc_mode": True, "kv_events_config": "{}"}
+    release = Resolved(values, values, {}, "mha", "0.5.23")
+    (advice,) = check_resolved(release, HierKVConfig(disk_dir="/kv"))
+    assert "with --hier-kv-kv-events-disk host it does" in advice
+    served = HierKVConfig(disk_dir="/kv", kv_events_disk="host")
+    assert check_resolved(release, served) == check_resolved(release, HierKVConfig()) == []
+    silent = Resolved({"smg_grpc_mode": True}, values, {}, "mha", "0.5.23")
+    assert check_resolved(silent, HierKVConfig(disk_dir="/kv")) == []
+
+
 def test_images_that_come_from_there_are_served_only() -> None:
     args = SimpleNamespace(
         enable_lora=False, lora_paths=None, speculative_algorithm=None, disaggregation_mode="null"
