@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -69,6 +69,7 @@ class _Page:
     Attributes:
         block: its hash in events.
         parent: that of the page before it; None for a prompt's first.
+        before: hash in the store of the page before it.
         tokens: its tokens.
         told: bits of the tiers that it is said to be in.
         again: it is to be told of once more.
@@ -76,6 +77,7 @@ class _Page:
 
     block: int
     parent: int | None
+    before: bytes | None
     tokens: array[int]
     cache_salt: str | None
     lora_name: str | None
@@ -144,7 +146,7 @@ class TierEventRecorder(KVCacheEventRecorder):
         super().record_store(node, medium, session_id=session_id)
         fresh, self._queue = self._queue, queue
         if not node.key.is_bigram:
-            self._remember(node.hash_value, fresh)
+            self._remember(node.hash_value, node.parent.hash_value or [], fresh)
         for event in fresh:
             self.enqueue(event)
 
@@ -171,12 +173,19 @@ class TierEventRecorder(KVCacheEventRecorder):
 
     # ---- what is said of it ----
 
-    def _remember(self, hashes: Sequence[str], events: Iterable[BlockStored]) -> None:
+    def _remember(
+        self, hashes: Sequence[str], above: Sequence[str], events: Iterable[BlockStored]
+    ) -> None:
         """What is in a node's pages. Those that a tier has are told of next, once more, too.
 
         A reader may not have heard of them, or not known where to put them.
+
+        Args:
+            hashes: of the node's pages, in the store.
+            above: of those of the node above it.
+            events: what SGLang's recorder says of them.
         """
-        names = iter(hashes)
+        names, before = iter(hashes), bytes.fromhex(above[-1]) if above else None
         for event in events:
             parent, size = event.parent_block_hash, event.block_size
             for index, block in enumerate(event.block_hashes):
@@ -186,10 +195,10 @@ class TierEventRecorder(KVCacheEventRecorder):
                     self._told[key].again = True
                 else:
                     tokens = _packed(event.token_ids[index * size : (index + 1) * size])
-                    page = _Page(block, parent, tokens, event.cache_salt, event.lora_name)
+                    page = _Page(block, parent, before, tokens, event.cache_salt, event.lora_name)
                     self._seen[key] = page
                     self._seen.move_to_end(key)
-                parent = block
+                parent, before = block, key
         while len(self._seen) > self._max_seen_pages:
             self._shared.pop(self._seen.popitem(last=False)[0], None)
 
@@ -206,12 +215,35 @@ class TierEventRecorder(KVCacheEventRecorder):
         if gone:
             self._say(gone, [0] * len(gone))
             num_left -= len(gone)
-        keys = _first(self._pending, num_left)
+        keys = self._take_pending(num_left)
         if keys:
             rows = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
             tiers = self._store.tiers_of(rows).tolist()
             shared = [_SHARED if key in self._shared else 0 for key in keys]
             self._say(keys, [here | there for here, there in zip(tiers, shared, strict=True)])
+
+    def _take_pending(self, num: int) -> list[bytes]:
+        """The next pages to look at: of a path always its first ones, in their order.
+
+        A reader can place a page only behind one that it knows, and what is left for the next turn
+        it knows then.
+        """
+        keys: list[bytes] = []
+        while self._pending and len(keys) < num:
+            path: list[bytes] = []
+            key: bytes | None = next(iter(self._pending))
+            while key is not None and key in self._pending:
+                del self._pending[key]
+                path.append(key)
+                page = self._told.get(key) or self._seen.get(key)
+                key = page.before if page is not None else None
+            path.reverse()
+            num_left = num - len(keys)
+            keys += path[:num_left]
+            for left in reversed(path[num_left:]):
+                self._pending[left] = None
+                self._pending.move_to_end(left, last=False)
+        return keys
 
     def _take_moved(self) -> None:
         """Pages that moved and that one can tell of are looked at next."""
@@ -290,15 +322,15 @@ class TierEventRecorder(KVCacheEventRecorder):
     def _say_stored(self, media: dict[_Page, list[StorageMedium]]) -> None:
         """Says where pages are besides: first of each one medium, so that all have their places.
 
-        A reader can place a page only behind one that is somewhere, in whichever medium. Then the
-        other media one by one, which SGLang's recorder makes few events of.
+        A reader can place a page only behind one that is somewhere, in whichever medium; pages come
+        in the order of their paths. Then the other media one by one, which SGLang's recorder makes
+        few events of.
         """
-        pages = list(_parents_first(list(media)))
-        for page in pages:
-            self._say_page(page, media[page][0])
+        for page, (first, *_) in media.items():
+            self._say_page(page, first)
         for medium in dict.fromkeys(self._media.values()):
-            for page in pages:
-                if medium in media[page][1:]:
+            for page, (_, *others) in media.items():
+                if medium in others:
                     self._say_page(page, medium)
 
     def _say_page(self, page: _Page, medium: StorageMedium) -> None:
@@ -318,18 +350,6 @@ class TierEventRecorder(KVCacheEventRecorder):
     def _media_of(self, bits: int) -> list[StorageMedium]:
         """Each once, in the order of the tiers."""
         return list(dict.fromkeys(medium for bit, medium in self._media.items() if bits & bit))
-
-
-def _parents_first(pages: list[_Page]) -> Iterator[_Page]:
-    """A reader can place a page only behind one that it knows."""
-    waiting = {page.block: page for page in pages}
-    for page in pages:
-        chain: list[_Page] = []
-        above: _Page | None = page
-        while above is not None and waiting.pop(above.block, None) is not None:
-            chain.append(above)
-            above = None if above.parent is None else waiting.get(above.parent)
-        yield from reversed(chain)
 
 
 def _first(keys: OrderedDict[bytes, None], num: int) -> list[bytes]:

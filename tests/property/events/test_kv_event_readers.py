@@ -140,6 +140,7 @@ class World:
         """All moves ended: what the reader believes is so, page by page."""
         self.rig.settle()
         self.rig.until(self.is_right)  # write-back goes on writing what nobody uses
+        assert self.placed() <= set(self.reader.media)
 
     def is_right(self) -> bool:
         self.drain()
@@ -156,6 +157,18 @@ class World:
         if prompt in self.on_device:
             return told == have
         return all(said <= is_so for said, is_so in zip(told, have, strict=True))
+
+    def placed(self) -> set[int]:
+        """Blocks of the pages that are in the tiers, behind nothing but such and what is known."""
+        pages = {page.block: page for page in self.recorder._told.values()}
+        known = set(self.reader.media)
+
+        def is_placed(block: int | None) -> bool:
+            if block is None or block in known:
+                return True
+            return block in pages and is_placed(pages[block].parent)
+
+        return {block for block in pages if is_placed(block)}
 
     def media_of(self, bits: int) -> set[str]:
         media = ((READY, CPU), (ON_DISK, self.record_medium.value))
