@@ -113,11 +113,12 @@ def _status(pid: int, name: str) -> int:
 
 
 def folder_mib(folder: Path) -> float:
-    """What the files of a folder take on disk, in MiB; some may go meanwhile."""
+    """What the files of a folder take on disk, in MiB; some may go meanwhile, and folders, too."""
     total = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            total += path.stat().st_blocks * _BLOCK_BYTES
+    for path, folders, files in os.walk(folder):  # which passes over a folder that is gone
+        for name in (*folders, *files):
+            with suppress(FileNotFoundError):
+                total += os.lstat(os.path.join(path, name)).st_blocks * _BLOCK_BYTES
     return total / _MIB
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -82,6 +84,26 @@ def test_what_stays_is_reported(tmp_path: Path) -> None:
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "file").write_bytes(bytes(1 << 20))
     assert folder_mib(tmp_path) == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_folder_may_lose_folders_while_it_is_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full store removes what it empties."""
+    for name in ("goes", "stays"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_bytes(bytes(1 << 20))
+    scan = os.scandir
+
+    def scan_late(path: Any) -> Any:
+        if Path(path).name == "goes":
+            monkeypatch.undo()  # of which rmtree makes use, too
+            shutil.rmtree(path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", scan_late)
+    assert folder_mib(tmp_path) == pytest.approx(1.0, abs=0.1)
+    assert not (tmp_path / "goes").exists()
 
 
 def test_files_and_threads_of_a_process_are_counted() -> None:
