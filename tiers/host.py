@@ -16,7 +16,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -278,7 +278,10 @@ class HostArena:
         Raises:
             TierUsageError: A slot has fewer references than are dropped; nothing was changed.
         """
-        wanted, counts = np.unique(self._as_slots(slots), return_counts=True)
+        wanted = self._as_slots(slots)
+        counts: Any = 1
+        if len(wanted) > 1:  # else there is nothing to sort
+            wanted, counts = np.unique(wanted, return_counts=True)
         with self._lock:
             left = self._pins[wanted] - counts
             if (left < 0).any():
@@ -344,8 +347,9 @@ class HostArena:
         array = np.asarray(slots)
         if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
             raise TierUsageError(f"Slots are integers [N], not {array.dtype}{list(array.shape)}.")
-        # A negative number would index from the end: refused, not understood.
-        if array.size and (int(array.min()) < 0 or int(array.max()) >= self.num_slots):
+        # A negative number would index from the end: refused, not understood. Without its sign it
+        # is larger than any slot.
+        if array.size and int(array.astype(np.int64).view(np.uint64).max()) >= self.num_slots:
             raise TierUsageError(f"Slots lie in [0, {self.num_slots}), a slot in this call not.")
         return array.astype(np.int32, copy=False)
 

@@ -191,6 +191,9 @@ class PageIndex:
         wanted = _as_rows(rows)
         top = int(self._state[kernels.TOP])
         known: npt.NDArray[np.bool_] = (wanted >= 0) & (wanted < top)
+        if known.all():  # as nearly always
+            live: npt.NDArray[np.bool_] = self._prev[wanted] != kernels.FREE
+            return live
         known[known] = self._prev[wanted[known]] != kernels.FREE
         return known
 

@@ -99,7 +99,7 @@ def _report(sizes: Sizes, results: Mapping[str, Result]) -> Report:
                                "documents": sizes.documents}  # fmt: skip
     if sizes.scale < 1:
         report.notes.append(
-            f"Quick: {sizes.scale:.0%} of the conversations with {sizes.scale:.0%} of the SSD and"
+            f"Quick: {sizes.scale:.2%} of the conversations with {sizes.scale:.2%} of the SSD and"
             f" {sizes.host_scale:.0%} of DRAM, one model, and the first part of the trace; one"
             " capacity of the other workloads. Only the full run is comparable with the paper."
         )

@@ -80,7 +80,7 @@ class Sizes:
 
 
 FULL = Sizes(1.0, 1.0, CHAT_MODELS, 500, 1200, None)
-QUICK = Sizes(0.02, 0.15, (LLAMA_13B,), 30, 45, 500, (600.0,), (0.25,), False, (0.2,))
+QUICK = Sizes(0.0125, 0.15, (LLAMA_13B,), 30, 45, 300, (600.0,), (0.25,), False, (0.2,))
 
 
 def with_prefetch_policy(jobs: Iterable[Job], prefetch_policy: str) -> list[Job]:

@@ -64,6 +64,7 @@ class TimeEstimator:
         self._strata: OrderedDict[tuple[int, ...], _Stratum] = OrderedDict()
         self._ratios: deque[float] = deque(maxlen=PACE_WINDOW)
         self._shape: list[float] | None = None  # None: to be fitted
+        self._fit: tuple[list[Row], list[float]] | None = None  # the last one: of what, and it
         self._present: list[float] | None = None  # shape times pace; None: to be multiplied
         self.pace = 1.0
         """How much slower than the shape says things are now; 1 until that is known."""
@@ -127,7 +128,10 @@ class TimeEstimator:
     def _fitted(self) -> list[float]:
         if self._shape is None:
             rows = [stratum.middle(self._main) for stratum in self._strata.values()]
-            self._shape = _fit_evenly(rows, self._main)
+            # A stratum's middle is often the same as before.
+            if self._fit is None or self._fit[0] != rows:
+                self._fit = rows, _fit_evenly(rows, self._main)
+            self._shape = self._fit[1]
         return self._shape
 
 

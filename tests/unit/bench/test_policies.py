@@ -17,7 +17,7 @@ from bench.core.output import Progress
 from bench.core.trace_flags import TraceFlags
 from bench.policies import case as policies
 from bench.policies.checks import check_all
-from bench.policies.jobs import POLICIES, Job, Result, simulate, simulate_all
+from bench.policies.jobs import POLICIES, Job, Result, parts_of, simulate, simulate_all
 from bench.policies.overlap import Prefill, measure_ratios, measure_read_buffer
 from bench.policies.sections import gap_closed, headline
 from bench.policies.workloads.agents import (
@@ -104,15 +104,31 @@ def test_wrong_outcomes_of_a_server_are_not_reported(
 
 def test_jobs_give_the_same_in_other_processes() -> None:
     jobs = [
-        Job(str(seed), partial(agent_tasks, seed, 6, 0.5), chat_system(LLAMA_13B, 5, 60), ("off",))
-        for seed in (1, 2)
+        Job(str(seed), partial(agent_tasks, seed, 6, 0.5), chat_system(LLAMA_13B, 5, 60), policies)
+        for seed, policies in ((1, ("off",)), (2, ("off", "belady", "lookahead", "recompute")))
     ]
     here = simulate_all(jobs, QUIET, processes=0)
     there = simulate_all(jobs, QUIET, processes=2)
     assert list(there) == ["1", "2"]
     for name in there:
-        figures = [dict(results[name].figures["off"]) for results in (here, there)]
-        assert figures[0] == figures[1]
+        assert there[name] == here[name]
+        assert list(there[name].figures) == list(here[name].figures)
+
+
+def test_simulations_are_apart_and_the_longest_come_first() -> None:
+    chats, disk = partial(chat, LLAMA_13B, 4, 20.0), chat_system(LLAMA_13B, 5, 60)
+    jobs = [
+        Job("dram", chats, chat_system(LLAMA_13B, 5, 0), ("lookahead",)),
+        Job("few", chats, disk, ("recompute", "lru", "lookahead", "belady", "off")),
+        Job("many", partial(chat, LLAMA_13B, 40, 20.0), disk, ("off",)),
+    ]
+    assert [(part.name, part.policies) for part in parts_of(jobs)] == [
+        ("many", ("off",)),
+        ("few", ("lookahead", "lru", "belady")),  # a replay needs the order
+        ("few", ("off",)),
+        ("dram", ("lookahead",)),
+        ("few", ("recompute",)),
+    ]
 
 
 def test_gap_closed() -> None:

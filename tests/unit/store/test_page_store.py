@@ -801,6 +801,6 @@ def test_clearing_sorts_no_pages(make: Make, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(np, "unique", note)
     assert rig.store.clear() == 15
-    assert max(sorted_) == 1, "more than the segment was sorted"
+    assert max(sorted_, default=0) <= 1, "more than the segment was sorted"
     monkeypatch.undo()
     rig.settle()

@@ -126,6 +126,8 @@ class PageTable:
 
     def take(self, step: Step, rows: Rows) -> None:
         """Takes a step with some pages."""
+        if not len(rows):
+            return
         flags = self.index.flags
         flags[rows] = (flags[rows] & step.keeps) | step.sets
         if step.tells:
@@ -137,11 +139,15 @@ class PageTable:
 
     def pin(self, slots: Slots) -> None:
         """Keeps what lies in these slots there."""
+        if not len(slots):
+            return
         self.arena.pin(slots)
         self.order.changed_slots(slots)
 
     def unpin(self, slots: Slots) -> None:
         """Gives pins back."""
+        if not len(slots):
+            return
         self.arena.unpin(slots)
         self.order.changed_slots(slots)
 
@@ -170,12 +176,16 @@ class PageTable:
         A row may have been cleared meanwhile and may be filling another slot now. Plans that wait
         for it then wait for the new fill, and are left waiting.
         """
+        if not len(self.waits) or not len(rows):
+            return
         filling = self.index.is_live(rows) & ((self.index.flags[rows] & FILLING) != 0)
         others = filling & (self.index.host_slot[rows] != slots)
         self.waits.end(rows[~others], failed=failed)
 
     def leave_dram(self, rows: Rows) -> None:
         """Pages that the disk has leave DRAM; their slots were freed."""
+        if not len(rows):
+            return
         self.index.lru_remove(rows)
         self.index.host_slot[rows] = NO_SLOT
         self.index.quality[rows] = self.index.disk_quality[rows]
@@ -185,12 +195,13 @@ class PageTable:
 
     def place(self, rows: Rows, copies: DiskCopies | RecoveredPages) -> None:
         """Notes where pages lie on disk now; of a row that is named twice the last place counts."""
+        if not len(rows):
+            return
         self.take_off_disk(rows)
         self._set_place(rows, copies)
         self.take(PLACE, rows)
         if self.disk_order is not None:
-            _, first = np.unique(rows, return_index=True)
-            self.disk_order.enter(rows[np.sort(first)])
+            self.disk_order.enter(_once(rows))
 
     def move_on_disk(self, rows: Rows, copies: DiskCopies | RecoveredPages) -> None:
         """Pages that are on disk lie elsewhere there now."""
@@ -209,7 +220,9 @@ class PageTable:
     def take_off_disk(self, rows: Rows) -> None:
         """Forgets the copies on disk of those of some rows that have one."""
         rows = rows[(self.index.flags[rows] & ON_DISK) != 0]
-        if self.disk_order is not None and len(rows):
+        if not len(rows):
+            return
+        if self.disk_order is not None:
             self.disk_order.leave(_distinct(rows))
         self.take(TAKE_OFF, rows)
         self.index.segment[rows] = NO_SEGMENT
@@ -223,8 +236,10 @@ class PageTable:
             rows: i64 `[N]`; those that are not live are passed over.
             why: what is remembered of it; None: nothing.
         """
-        live = rows[self.index.is_live(rows)]
-        if why is not None and len(live):
+        live = rows[self.index.is_live(rows)] if len(rows) else rows
+        if not len(live):
+            return 0
+        if why is not None:
             self.lost.note(*self.index.keys(live), why)
         self.take_off_disk(live)
         self.parents.forget(live)
@@ -234,6 +249,8 @@ class PageTable:
 
     def forget(self, rows: Rows, why: Absence | None) -> None:
         """Removes pages in DRAM, and frees their slots. See `remove`."""
+        if not len(rows):
+            return
         self.arena.free(self.index.host_slot[rows])
         self.remove(rows, why)
 
@@ -261,6 +278,14 @@ class PageTable:
         if self.on_moved is not None:
             self.on_moved(hashes)
         return hashes if self.events.on else None
+
+
+def _once(rows: Rows) -> Rows:
+    """Each row once, in the order in which they come first; ascending ones are not sorted."""
+    if (rows[1:] > rows[:-1]).all():
+        return rows
+    _, first = np.unique(rows, return_index=True)
+    return rows[np.sort(first)]
 
 
 def _distinct(rows: Rows) -> Rows:

@@ -13,7 +13,8 @@ from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.store.books.orders.segment_rows import SegmentRows
 from sglang_ext.tiers.store.types import FILLING, Rows
 
-# Pages that one step of making room takes out of the order.
+# Pages that one step of making room takes out of the order. More of them than are needed, and they
+# come back to the end from which pages leave: fewer a step would be another order.
 _STEP_PAGES = 64
 
 
@@ -70,7 +71,8 @@ class DiskOrder:
                 break
             blocks = np.cumsum(self._index.num_blocks[rows], dtype=np.int64)
             num = int(np.searchsorted(blocks, num_blocks)) + 1
-            self._lists.put_back(rows[num:])
+            if num < len(rows):
+                self._lists.put_back(rows[num:])
             taken.append(rows[:num])
             num_blocks -= int(blocks[min(num, len(rows)) - 1])
         return np.concatenate(taken) if taken else np.empty(0, np.int64)

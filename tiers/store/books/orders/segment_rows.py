@@ -170,6 +170,8 @@ def _grouped(
 
     Equal neighbours are sorted as one.
     """
+    if not len(segments) or (segments == segments[0]).all():  # pages are few, or of one batch
+        return segments[:1], np.zeros(len(segments), np.intp)
     firsts = np.flatnonzero(np.r_[True, segments[1:] != segments[:-1]][: len(segments)])
     ids, of_run = np.unique(segments[firsts], return_inverse=True)
     return ids, np.repeat(of_run, np.diff(firsts, append=len(segments)))
