@@ -1,5 +1,6 @@
 """The documents say what the code does."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,17 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 def test_configuration_lists_every_flag_as_the_code_has_it() -> None:
     assert flag_table() in (DOCS / "configuration.md").read_text()
+
+
+def test_each_table_of_benchmarks_has_its_commit() -> None:
+    """In its section, or in the list at the top, which has a row for each of the others."""
+    head, *sections = re.split(r"^## ", (DOCS / "benchmarks.md").read_text(), flags=re.MULTILINE)
+    with_tables = [section for section in sections if "\n|" in section]
+    without = [each for each in with_tables if not re.search(r"\b[0-9a-f]{8}\b", each)]
+    rows = re.findall(r"^\| ([^|]*) \| [0-9a-f]{8}", head, flags=re.MULTILINE)
+    for section in without:
+        title = section.partition("\n")[0].lower()
+        assert any(row.strip("`") in title for row in rows), title
 
 
 def test_the_architecture_lists_every_thread_as_the_code_has_it() -> None:
