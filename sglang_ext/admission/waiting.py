@@ -165,7 +165,8 @@ class WaitingRoom:
             if self._dram is not None:
                 self._dram.admitted(waiting)
             if waiting.held_since_s is not None:
-                self._store.counters.time("held", self._clock() - waiting.held_since_s)
+                held_s = self._clock() - waiting.held_since_s
+                self._store.counters.time(f"held_{waiting.awaited.value}", held_s)
         self._plans.give_up(waiting)
         self._stop_asking(waiting)
         del self._by_number[waiting.number]
@@ -368,10 +369,15 @@ class WaitingRoom:
             self._plans.make(waiting, plan.priority)
 
     def hold(self, handle: Hashable) -> None:
-        """The scheduler would have run a request that is held: its deadline runs from now on."""
+        """The scheduler would have run a request that is held: its deadline runs from now on.
+
+        Called in each step in which it would have. O(1).
+        """
         waiting = self._waiting.get(handle)
-        if waiting is not None and waiting.held_since_s is None:
-            waiting.held_since_s = self._now_s
+        if waiting is not None:
+            if waiting.held_since_s is None:
+                waiting.held_since_s = self._now_s
+            waiting.note_held()
 
     def let_go(self, handle: Hashable) -> None:
         """The scheduler may run a request from now on, whether it was held or not. O(1)."""

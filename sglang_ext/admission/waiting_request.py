@@ -49,6 +49,32 @@ class Remote(enum.Enum):
     FAILED = "failed"  # it did not give what it had said it has
 
 
+class Awaited(enum.Enum):
+    """What a request was held for, all the time taken together; the first that is true of it.
+
+    The value is the name under which the wait is counted and told of.
+    """
+
+    BOTH = "disk_remote"
+    DISK = "disk"
+    REMOTE = "remote"
+    UNDERWAY = "underway"
+    ROOM = "room"
+    STEP = "step"
+
+
+# Of what a request was held for in some step; `Awaited` in the end.
+_DISK, _REMOTE, _UNDERWAY, _ROOM = 1, 2, 4, 8
+_AWAITED = {
+    _DISK | _REMOTE: Awaited.BOTH,
+    _DISK: Awaited.DISK,
+    _REMOTE: Awaited.REMOTE,
+    _UNDERWAY: Awaited.UNDERWAY,
+    _ROOM: Awaited.ROOM,
+    0: Awaited.STEP,
+}
+
+
 class Shortfall(enum.IntEnum):
     """Why a request did not get all that was stored for it."""
 
@@ -270,6 +296,7 @@ class WaitingRequest:
     is_limited: bool = False
     own_limit: int = NO_LIMIT
     after: WaitingRequest | None = field(default=None, repr=False, compare=False)
+    _held_for: int = 0  # in any step so far
     _shortfall: Shortfall | None = None  # as of when it left the queue
 
     def shortfall(self) -> Shortfall:
@@ -279,7 +306,29 @@ class WaitingRequest:
     def is_held_as(self, before: WaitingRequest) -> None:
         """Its deadline goes on from a record of it that this one takes the place of."""
         self.held_since_s, self.late = before.held_since_s, before.late
+        self._held_for = before._held_for
         before.after = self
+
+    def note_held(self) -> None:
+        """It is held in this step: notes what for. O(1)."""
+        plan = self.plan
+        if self.remote is Remote.ASKED:
+            self._held_for |= _REMOTE
+        if plan is None:
+            # In this step: it has no turn yet, or its pages no room.
+            self._held_for |= _ROOM if self.found.total else 0
+        elif not plan.done:
+            if plan.num_here_left:
+                self._held_for |= _DISK if plan.reads_disk else _UNDERWAY
+            if plan.num_remote_left:
+                self._held_for |= _REMOTE
+        elif plan.short:
+            self._held_for |= _ROOM
+
+    @property
+    def awaited(self) -> Awaited:
+        """What it was held for so far."""
+        return next(each for bits, each in _AWAITED.items() if self._held_for & bits == bits)
 
     def records(self) -> list[WaitingRequest]:
         """This one, and those that took its place; the last one is as the request waits now."""

@@ -278,7 +278,7 @@ class RemoteStreams:
             self._decoding.observe_probe(*decoded)
             self._prober.done(time.monotonic())
             self._lock.notify_all()
-        counters.add("remote_probes")
+        counters.add("remote_probe_fetches")
 
     def _count_bytes(self, num_bytes: int) -> None:
         with self._lock:

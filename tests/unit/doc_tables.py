@@ -189,9 +189,10 @@ def metric_table() -> str:
         _metric_row(f"{count.name}_total", "counter", count, _counts_of(count))
         for count in metrics.COUNTS
     ]
-    lines.append(
-        _metric_row(metrics.DURATIONS.name, "histogram", metrics.DURATIONS, _listed(metrics.TIMES))
-    )
+    lines += [
+        _metric_row(of.name, "histogram", of, _listed(metrics.TIMES[of]))
+        for of in metrics.HISTOGRAMS
+    ]
     for gauge in metrics.GAUGES:
         values = {name: says for name, metric, says in metrics.values_now() if metric == gauge}
         of = _listed(values) or "see [cost-model.md](cost-model.md#what-can-be-seen-of-it)"
@@ -210,12 +211,16 @@ def _listed(values: dict[str, str]) -> str:
 def _counts_of(count: metrics.Metric) -> str:
     """By their names, which of the counts are a metric's: `metrics.count_of` in words."""
     if count == metrics.BUSY_SECONDS:
-        return "counts whose names end in `_us`, without that end"
+        return (
+            "counts whose names end in `_us`, without that end, but for `held_...` and `cost_...`"
+        )
     if count == metrics.EVENTS:
         return "all other counts"
     ends = [f"`..._{end}`" for end, metric in metrics.UNITS.items() if metric == count]
     families = [f"`{f}...`" for f, metric in metrics.UNIT_OF_FAMILY.items() if metric == count]
-    return f"counts named {', '.join(ends + families)}"
+    own = [f"`{name}`" for name, metric in metrics.UNIT_OF_NAME.items() if metric == count]
+    named = f"counts named {', '.join(ends + families)}" if ends or families else ""
+    return "; ".join(filter(None, [named, ", ".join(own)]))
 
 
 def all_tables() -> dict[str, str]:

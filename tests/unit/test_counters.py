@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
-from sglang_ext.seam.metrics.names import TIMES
+from sglang_ext.seam.metrics.names import TIMES, time_of
 from sglang_ext.tiers.disk import DiskStats
 from sglang_ext.tiers.policy.cost_model import CostModel
 
@@ -84,10 +84,29 @@ def test_every_counter_is_in_a_document() -> None:
 
 
 def test_every_time_is_in_the_table_of_metrics() -> None:
+    """`names.TIMES` has what each histogram's label can be, and the code times nothing else."""
     times = {name for _, call in calls() if is_time(call) for name in patterns(call.args[0])}
     assert len(times) > 5
-    known = [name.replace("X", "read") for name in TIMES]
-    assert not {each for each in times if not any(re.fullmatch(each, name) for name in known)}
+    known = {metric: set(values) for metric, values in TIMES.items()}
+    for each in times:
+        series = time_of(each)
+        found = {value for value in known[series.metric] if re.fullmatch(series.value, value)}
+        assert found, each
+        known[series.metric] -= found
+    assert not any(known.values()), "nothing is timed under these"
+
+
+def test_no_count_has_the_name_of_another_one() -> None:
+    """What a tier counts is published with the tier before its name, beside what others count."""
+    names: dict[str, set[str]] = {"tiers/disk": set(), "tiers/remote": set(), "": set()}
+    for path, call in calls():
+        place = str(path.relative_to(ROOT).parent).removeprefix("sglang_ext/")
+        [tier] = [each for each in ("tiers/disk", "tiers/remote", "") if place.startswith(each)][:1]
+        names[tier].update(patterns(call.args[0]))
+    assert "records_read" in names["tiers/disk"]
+    assert "get_records" in names["tiers/remote"]
+    assert not names[""] & {f"disk_{name}" for name in names["tiers/disk"]}
+    assert not names[""] & {f"remote_{name}" for name in names["tiers/remote"]}
 
 
 def test_every_estimate_is_in_the_document() -> None:

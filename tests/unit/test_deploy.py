@@ -46,7 +46,7 @@ OTHERS_FLAGS = {
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="no promtool is installed"
 )
-LABELS = {"model_name", "instance", "event", "of", "le"}
+LABELS = {"model_name", "instance", "tp_rank", "pp_rank", "event", "of", "le"}
 
 
 def expressions() -> Iterator[str]:
@@ -62,28 +62,34 @@ def expressions() -> Iterator[str]:
 def selections() -> Iterator[tuple[str, dict[str, tuple[str, str]]]]:
     """Metrics that are asked for, each with its labels' operators and values."""
     for expression in expressions():
-        for name, labels in re.findall(r"(sglang:\w+)(?:\{([^}]*)\})?", expression):
-            asked = re.findall(r'(\w+)(=~|=)"([^"]*)"', labels)
-            yield name, {label: (operator, value) for label, operator, value in asked}
+        yield from selections_of(expression)
+
+
+def selections_of(expression: str) -> Iterator[tuple[str, dict[str, tuple[str, str]]]]:
+    for name, labels in re.findall(r"(sglang:\w+)(?:\{([^}]*)\})?", expression):
+        asked = re.findall(r'(\w+)(=~|=)"([^"]*)"', labels)
+        yield name, {label: (operator, value) for label, operator, value in asked}
 
 
 def published() -> dict[str, metric_names.Metric]:
     """What `/metrics` calls the plugin's metrics."""
     names = {f"{count.name}_total": count for count in metric_names.COUNTS}
     names |= {gauge.name: gauge for gauge in metric_names.GAUGES}
-    return names | {f"{metric_names.DURATIONS.name}_bucket": metric_names.DURATIONS}
+    for end in ("bucket", "sum"):
+        names |= {f"{of.name}_{end}": of for of in metric_names.HISTOGRAMS}
+    return names
 
 
 def known_values(metric: metric_names.Metric) -> set[str]:
     """What a metric's label can be, as far as the documents name it."""
-    if metric is metric_names.DURATIONS:
-        return set(metric_names.TIMES)
+    if metric in metric_names.TIMES:
+        return set(metric_names.TIMES[metric])
     names = documented()
     names |= {f"disk_{name}" for name in names} | {f"remote_{name}" for name in names}
     names |= {f"rejected_{result.value}" for result in VerifyResult}
     names |= {f"disk_dropped_{reason}" for reason in ("full", "io", "malformed", "closed")}
     found = (metric_names.gauge_of(name) or metric_names.count_of(name) for name in names)
-    return {series.value for series in found if series.metric is metric}
+    return {series.value for series in found if series is not None and series.metric is metric}
 
 
 def run_promtool(action: str, path: Path) -> None:
@@ -111,6 +117,27 @@ def test_what_is_asked_for_is_published(name: str, labels: dict[str, tuple[str, 
         assert metric.label not in labels or any(re.fullmatch(one, name) for name in known), one
 
 
+# Of these each tensor parallel rank counts all, and each pipeline stage: their sum over ranks is
+# nothing's number.
+COUNTED_ALIKE = (metric_names.REQUESTS, metric_names.TOKENS, metric_names.WAITING_REQUESTS)
+ONE_RANK = {"tp_rank": ("=", "0"), "pp_rank": ("=~", "0?")}
+
+
+def is_a_number(expression: str) -> bool:
+    """Whether an expression is no share, for which it is all one how many ranks count."""
+    return not re.search(r" [/>] .*sum", expression)
+
+
+def test_a_number_of_requests_or_tokens_is_of_one_rank() -> None:
+    seen = 0
+    for expression in filter(is_a_number, expressions()):
+        for name, labels in selections_of(expression):
+            if published()[name] in COUNTED_ALIKE:
+                seen += 1
+                assert ONE_RANK.items() <= labels.items(), expression
+    assert seen >= 3
+
+
 def alternatives(pattern: str) -> list[str]:
     """The parts of `a|b(c|d)`, split where no bracket is open."""
     parts, depth = [""], 0
@@ -131,9 +158,22 @@ def test_a_value_has_one_metric_in_base_units() -> None:
     assert at(metric_names.count_of("load_us")) == ("busy_seconds", "load", 1e-6)
     assert at(metric_names.count_of("disk_bytes_moved")) == ("bytes", "disk_bytes_moved", 1.0)
     assert at(metric_names.count_of("rejected_foreign")) == ("records", "rejected_foreign", 1.0)
-    assert at(metric_names.count_of("cost_load")) == ("events", "cost_load", 1.0)
+    assert at(metric_names.count_of("save_failures")) == ("events", "save_failures", 1.0)
+    assert at(metric_names.count_of("cost_load")) == ("requests", "cost_load", 1.0)
+    assert at(metric_names.count_of("corrections")) == ("values", "corrections", 1.0)
+    assert at(metric_names.count_of("saves_ended")) == ("nodes", "saves_ended", 1.0)
+    assert at(metric_names.count_of("remote_get_bytes")) == ("bytes", "remote_get_bytes", 1.0)
+    assert at(metric_names.count_of("remote_get_ok")) == ("records", "remote_get_ok", 1.0)
+    # Times that are no work are in histograms alone.
+    for name in ("held_disk_us", "cost_read_us", "cost_read_expected_us"):
+        assert metric_names.count_of(name) is None
+    assert at(metric_names.time_of("read")) == ("duration_seconds", "read", 1.0)
+    assert at(metric_names.time_of("held_disk")) == ("wait_seconds", "disk", 1.0)
+    assert at(metric_names.time_of("cost_read")) == ("cost_actual_seconds", "read", 1.0)
+    assert at(metric_names.time_of("cost_read_expected")) == ("cost_expected_seconds", "read", 1.0)
     assert at(metric_names.gauge_of("host_pages")) == ("held_pages", "host_pages", 1.0)
-    assert at(metric_names.gauge_of("disk_open_fds")) == ("parts", "disk_open_fds", 1.0)
+    assert at(metric_names.gauge_of("disk_open_fds")) == ("open_files", "disk_open_fds", 1.0)
+    assert at(metric_names.gauge_of("save_queue")) == ("waiting_nodes", "save_queue", 1.0)
     assert at(metric_names.count_of("pages_of_unknown_codec"))[0] == "pages"
     assert metric_names.gauge_of("saved_pages") is None
     assert at(metric_names.estimate_of("disk_read_mb_s")) == (
@@ -185,44 +225,83 @@ TENANT_PANELS = {
     "Prompt tokens asked for, by tenant": {"1": 100.0, "others": 20.0},
     "Bytes in a file:// store, by tenant": {"1": 7.0, "others": 9.0},
 }
+# Labels of the schedulers that tell the same.
+RANKS = {
+    "one": ['tp_rank="0"'],
+    "two ranks": ['tp_rank="0"', 'tp_rank="1"'],
+    "two stages of two": [f'tp_rank="{rank}",pp_rank="{stage}"' for rank in "01" for stage in "01"],
+}
 
 
-@needs_promtool
-def test_what_is_shown_of_tenants_is_each_ones(tmp_path: Path) -> None:
-    """Played by promtool: counts of two tenants beside those of all, which are in neither."""
-    tokens = {
-        "requested_tokens": 7200, "reused_disk_tokens": 4800, "tenant_1_requested_tokens": 6000,
-        "tenant_1_reused_host_tokens": 3000, "tenant_1_reused_disk_tokens": 1500,
-        "tenant_others_requested_tokens": 1200, "tenant_others_reused_remote_tokens": 300,
-    }  # fmt: skip
-    held = {"remote_bytes": 16, "quota_tenant_1_remote_bytes": 7, "quota_others_remote_bytes": 9}
-    who = 'model_name="m",instance="a:30000"'
-    series = [
-        {"series": f'sglang:hier_kv_tokens_total{{event="{name}",{who}}}', "values": f"0+{each}x9"}
-        for name, each in tokens.items()
-    ] + [
-        {"series": f'sglang:hier_kv_held_bytes{{of="{name}",{who}}}', "values": f"{each}x9"}
-        for name, each in held.items()
+def of_ranks(ranks: str, series: dict[tuple[str, str], str]) -> list[dict[str, str]]:
+    """Series for promtool, each as all of these ranks tell it."""
+    return [
+        {
+            "series": f'{name}{{{label},model_name="m",instance="a:30000",dp_rank="0",{place}}}',
+            "values": values,
+        }
+        for place in RANKS[ranks]
+        for (name, label), values in series.items()
     ]
+
+
+def play_panels(
+    folder: Path, series: list[dict[str, str]], shown: dict[str, dict[str, float]], label: str
+) -> None:
+    """Has promtool play series to panels' first expressions, and compare what they show."""
     panels = {panel["title"]: panel for panel in json.loads(DASHBOARD.read_text())["panels"]}
     asked = {
         title: re.sub(r"\$(model|instance)", ".*", panels[title]["targets"][0]["expr"])
-        for title in TENANT_PANELS
+        for title in shown
     }
     checks = [
         {
             "expr": asked[title].replace("$__rate_interval", "5m"),
             "eval_time": "8m",
             "exp_samples": [
-                {"labels": f'{{tenant="{name}"}}', "value": value} for name, value in each.items()
+                {"labels": f'{{{label}="{name}"}}', "value": value} for name, value in each.items()
             ],
         }
-        for title, each in TENANT_PANELS.items()
+        for title, each in shown.items()
     ]
-    path = tmp_path / "panels.test.yml"
+    path = folder / "panels.test.yml"
     case = {"interval": "1m", "input_series": series, "promql_expr_test": checks}
     path.write_text(yaml.safe_dump({"tests": [case]}))
     run_promtool("test", path)
+
+
+@needs_promtool
+@pytest.mark.parametrize("ranks", RANKS)
+def test_what_is_shown_of_tenants_is_each_ones(ranks: str, tmp_path: Path) -> None:
+    """Counts of two tenants beside those of all, which are in neither."""
+    tokens = {
+        "requested_tokens": 7200, "reused_disk_tokens": 4800, "tenant_1_requested_tokens": 6000,
+        "tenant_1_reused_host_tokens": 3000, "tenant_1_reused_disk_tokens": 1500,
+        "tenant_others_requested_tokens": 1200, "tenant_others_reused_remote_tokens": 300,
+    }  # fmt: skip
+    held = {"remote_bytes": 16, "quota_tenant_1_remote_bytes": 7, "quota_others_remote_bytes": 9}
+    series = {
+        ("sglang:hier_kv_tokens_total", f'event="{name}"'): f"0+{each}x9"
+        for name, each in tokens.items()
+    }
+    series |= {
+        ("sglang:hier_kv_held_bytes", f'of="{name}"'): f"{each}x9" for name, each in held.items()
+    }
+    play_panels(tmp_path, of_ranks(ranks, series), TENANT_PANELS, "tenant")
+
+
+@needs_promtool
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_request_is_shown_once_whichever_ranks_compute_it(ranks: str, tmp_path: Path) -> None:
+    chosen = {"cost_load": 120, "cost_partial": 60, "cost_recompute": 30}
+    series = {
+        ("sglang:hier_kv_requests_total", f'event="{name}"'): f"0+{each}x9"
+        for name, each in chosen.items()
+    } | {("sglang:hier_kv_waiting_requests", 'of="waiting_requests"'): "5x9"}
+    told = of_ranks(ranks, series)
+    shown = {"Load, compute, or both": {name: each / 60 for name, each in chosen.items()}}
+    play_panels(tmp_path, told, shown, "event")
+    play_panels(tmp_path, told, {"What waits": {"waiting_requests": 5.0}}, "of")
 
 
 # The container.

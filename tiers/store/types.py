@@ -163,6 +163,8 @@ class Plan:
             DRAM had no room for all.
         remaining: pages not ready yet.
         num_remote_left: those of them that come from the remote store.
+        num_here_left: the others: from disk, or on their way to DRAM already when it was made.
+        reads_disk: some of the latter came, or come, from disk.
         failed: a page could not be read; the pages from it on are not promised.
         cancelled: its pins were given back, by whoever made it or for the room of a save.
         priority: reads of the plan with the smallest go first: the request's place in the queue.
@@ -174,6 +176,8 @@ class Plan:
         self.num_stored = len(rows) if num_stored is None else num_stored
         self.remaining = remaining
         self.num_remote_left = 0
+        self.num_here_left = remaining
+        self.reads_disk = False
         # Pages that it may pin and does not yet, as they are fetched; guarded by the store.
         self.num_reserved = 0
         self.failed = False

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from sglang_ext.admission.miss_reasons import REASONS
+from sglang_ext.admission.waiting_request import Awaited
 from sglang_ext.provenance.miss_counts import counts_of_tenant
 
 PREFIX = "sglang:hier_kv"
@@ -21,7 +22,7 @@ class Metric(NamedTuple):
     """One metric.
 
     Attributes:
-        name: without what Prometheus appends to a counter's.
+        name: without what Prometheus appends to a counter's, or a histogram's.
         help: what it measures, for `/metrics`.
         label: the label that holds the value's name.
     """
@@ -37,27 +38,56 @@ REQUESTS = Metric(f"{PREFIX}_requests", "Requests since start, by what happened 
 RECORDS = Metric(f"{PREFIX}_records", "Stored records since start, by what became of them.", EVENT)
 BYTES = Metric(f"{PREFIX}_bytes", "Bytes since start, by where they went.", EVENT)
 BUSY_SECONDS = Metric(f"{PREFIX}_busy_seconds", "Seconds since start, by what took them.", EVENT)
-EVENTS = Metric(f"{PREFIX}_events", "Events since start, by kind.", EVENT)
-COUNTS = (PAGES, TOKENS, REQUESTS, RECORDS, BYTES, BUSY_SECONDS, EVENTS)
+NODES = Metric(f"{PREFIX}_nodes", "Radix nodes since start, by what happened to them.", EVENT)
+SEGMENTS = Metric(f"{PREFIX}_segments", "Segments of the disk since start, by their fate.", EVENT)
+RESUME_POINTS = Metric(
+    f"{PREFIX}_resume_points", "Windows and states of hybrids since start, by their fate.", EVENT
+)
+VALUES = Metric(f"{PREFIX}_values", "Values of K since start, by what happened to them.", EVENT)
+EVENTS = Metric(f"{PREFIX}_events", "How often something happened since start.", EVENT)
+COUNTS = (
+    PAGES, TOKENS, REQUESTS, RECORDS, BYTES, NODES, SEGMENTS, RESUME_POINTS, VALUES, BUSY_SECONDS,
+    EVENTS,
+)  # fmt: skip
 
 DURATIONS = Metric(
     f"{PREFIX}_duration_seconds",
-    "How long one took: a node's save, a batch's load, a read, a fetch, a request's wait.",
+    "How long one took: a node's save, a batch's load, a read, a fetch.",
     OF,
 )
+WAITS = Metric(
+    f"{PREFIX}_wait_seconds",
+    "How long a request was held back for its pages, by what it waited for.",
+    OF,
+)
+COST_ACTUAL = Metric(
+    f"{PREFIX}_cost_actual_seconds", "How long one took that the cost model had foretold.", OF
+)
+COST_EXPECTED = Metric(
+    f"{PREFIX}_cost_expected_seconds", "How long the cost model had expected it to take.", OF
+)
+HISTOGRAMS = (DURATIONS, WAITS, COST_ACTUAL, COST_EXPECTED)
 
 HELD_PAGES = Metric(
     f"{PREFIX}_held_pages", "Pages held now, of all and of tenants, and DRAM's capacity.", OF
 )
 HELD_BYTES = Metric(f"{PREFIX}_held_bytes", "Bytes in a tier now, and its capacity.", OF)
-WAITING = Metric(f"{PREFIX}_waiting", "How many wait now: requests, nodes, calls.", OF)
-PARTS = Metric(f"{PREFIX}_parts", "Segments, open files and records that there are now.", OF)
+HELD_RECORDS = Metric(f"{PREFIX}_held_records", "Records held now.", OF)
+HELD_SEGMENTS = Metric(f"{PREFIX}_held_segments", "Segments held now.", OF)
+OPEN_FILES = Metric(f"{PREFIX}_open_files", "Files that are open now.", OF)
+WAITING_REQUESTS = Metric(f"{PREFIX}_waiting_requests", "Requests that wait now.", OF)
+WAITING_NODES = Metric(f"{PREFIX}_waiting_nodes", "Radix nodes that wait now.", OF)
+WAITING_JOBS = Metric(f"{PREFIX}_waiting_jobs", "What waits for a remote store's threads now.", OF)
+WAITING_LINES = Metric(f"{PREFIX}_waiting_lines", "Lines of logs that wait now.", OF)
 STATE = Metric(f"{PREFIX}_state", "What state something is in now.", OF)
 SPEED = Metric(f"{PREFIX}_speed_bytes_per_second", "Speeds as the cost model sees them now.", OF)
 ESTIMATE = Metric(f"{PREFIX}_estimated_seconds", "What the cost model expects one to take now.", OF)
-GAUGES = (HELD_PAGES, HELD_BYTES, WAITING, PARTS, STATE, SPEED, ESTIMATE)
+GAUGES = (
+    HELD_PAGES, HELD_BYTES, HELD_RECORDS, HELD_SEGMENTS, OPEN_FILES, WAITING_REQUESTS,
+    WAITING_NODES, WAITING_JOBS, WAITING_LINES, STATE, SPEED, ESTIMATE,
+)  # fmt: skip
 
-# Upper ends of the histogram's buckets: from one page's copy to the longest wait for a store.
+# Upper ends of the histograms' buckets: from one page's copy to the longest wait for a store.
 BUCKETS_S = (
     0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0,
 )  # fmt: skip
@@ -74,20 +104,20 @@ _NOW = {
     "disk_max_bytes": (HELD_BYTES, "that segments may take"),
     "disk_coded_host_used_bytes": (HELD_BYTES, "of coded pages in DRAM"),
     "disk_coded_host_max_bytes": (HELD_BYTES, "that coded pages may take"),
-    "waiting_requests": (WAITING, "requests in SGLang's queue"),
-    "window_requests": (WAITING, "those of them that have their turn in DRAM"),
+    "waiting_requests": (WAITING_REQUESTS, "those in SGLang's queue"),
+    "window_requests": (WAITING_REQUESTS, "those of them that have their turn in DRAM"),
     "save_queue": (
-        WAITING,
-        "nodes on their way to DRAM, and what is noted of a request behind its last one",
+        WAITING_NODES,
+        "those on their way to DRAM, and what is noted of a request behind its last one",
     ),
-    "remote_upload_queue": (WAITING, "records on their way to the store"),
-    "remote_lookup_queue": (WAITING, "questions to the store"),
-    "remote_fetch_queue": (WAITING, "fetches from it"),
-    "event_log_waiting_lines": (WAITING, "lines on their way to the event log"),
+    "remote_upload_queue": (WAITING_JOBS, "uploads, runs of a node's pages each"),
+    "remote_lookup_queue": (WAITING_JOBS, "questions what of a request the store has"),
+    "remote_fetch_queue": (WAITING_JOBS, "fetches of a request's pages"),
+    "event_log_waiting_lines": (WAITING_LINES, "those on their way to the event log"),
     "clears_pending": (STATE, "1 while the disk is still to delete what was cleared"),
-    "disk_segments": (PARTS, "segments on disk"),
-    "disk_open_fds": (PARTS, "files that the disk has open"),
-    "disk_coded_host_records": (PARTS, "coded pages in DRAM"),
+    "disk_segments": (HELD_SEGMENTS, "those on disk"),
+    "disk_open_fds": (OPEN_FILES, "those of the disk"),
+    "disk_coded_host_records": (HELD_RECORDS, "coded pages in DRAM"),
     "remote_breaker_state": (STATE, "0 the store is used, 1 tried, 2 left alone"),
 }
 # Of tenants, where there are quotas; N is 1, 2 and so on, as the flag names them.
@@ -99,16 +129,32 @@ _QUOTAS = {
     "quota_tenant_N_remote_bytes": "of the N-th tenant in a `file://` store",
     "quota_others_remote_bytes": "of all tenants without a share in a `file://` store",
 }
-# What is timed one by one.
+_AWAITED = {
+    Awaited.DISK: "pages on disk, or coded in DRAM",
+    Awaited.REMOTE: "pages in a remote store, or its answer what it has",
+    Awaited.BOTH: "both of these",
+    Awaited.UNDERWAY: "pages that were coming to DRAM already, saved or fetched for other requests",
+    Awaited.ROOM: "room in DRAM for its pages, and none of these",
+    Awaited.STEP: "none of these: what other ranks bring, or the next look at what has come",
+}
+_FORETOLD = {
+    "read": "reading and decoding pages from disk",
+    "fetch": "fetching pages from a remote store",
+    "device_load": "copying pages from DRAM to the device",
+    "prefill": "a prefill beside which nothing is loaded",
+}
+# What is timed one by one, by the histogram: the label's values, and what each says.
 TIMES = {
-    "save": "a node's pages to DRAM, without what it waited for forwards",
-    "load": "a batch's pages to the device, without what it waited for forwards",
-    "read": "pages from disk",
-    "decode": "pages from disk, once read",
-    "fetch": "pages from a remote store",
-    "held": "how long a request was held back for its pages",
-    "cost_X": "a `read`, `fetch`, `device_load` or `prefill` that the cost model had foretold",
-    "cost_X_expected": "what it had foretold of the same",
+    DURATIONS: {
+        "save": "a node's pages to DRAM, without what it waited for forwards",
+        "load": "a batch's pages from DRAM to the device, without what it waited for forwards",
+        "read": "pages from disk",
+        "decode": "pages from disk, once read",
+        "fetch": "pages from a remote store",
+    },
+    WAITS: {awaited.value: meaning for awaited, meaning in _AWAITED.items()},
+    COST_ACTUAL: _FORETOLD,
+    COST_EXPECTED: _FORETOLD,
 }
 # Of all requests, and with quotas of each tenant's.
 _REUSE = (
@@ -172,16 +218,36 @@ UNITS = {
     "records": RECORDS,
     "bytes": BYTES,
 }
-# Names that do not end in their unit.
+# Names that do not end in their unit, and what is counted by them.
+UNIT_OF_NAME = {
+    **{
+        f"cost_{choice}": REQUESTS
+        for choice in ("load", "partial", "recompute", "gave_up", "limited")
+    },
+    "refused_session_turns": REQUESTS,
+    "saves_ended": NODES,
+    "saved_windows": RESUME_POINTS,
+    "saved_states": RESUME_POINTS,
+    "unsaved_states": RESUME_POINTS,
+    "corrections": VALUES,
+    "disk_coded_host_hits": RECORDS,
+}
+# Beginnings of such names.
 UNIT_OF_FAMILY = {
     "rejected_": RECORDS,
     "disk_records_": RECORDS,
     "disk_dropped_": RECORDS,
+    "disk_segments_": SEGMENTS,
+    "disk_codec_pages_": PAGES,
+    "remote_get_": RECORDS,
+    "remote_put_": RECORDS,
     "disk_bytes_": BYTES,
     "remote_bytes_": BYTES,
     "remote_error_rejected_": RECORDS,
     "pages_of_": PAGES,
 }
+# Parts of the names under which times are counted.
+_HELD, _COST, _EXPECTED = "held_", "cost_", "_expected"
 _ESTIMATES = {"_ms": 1e-3, "_us": 1e-6, "_ns": 1e-9}
 _MEGABYTE = 1e6
 
@@ -219,14 +285,31 @@ def _of_quota(name: str) -> Metric:
     return HELD_BYTES if name.endswith("_bytes") else HELD_PAGES
 
 
-def count_of(name: str) -> Series:
-    """The counter's series of a value that only grows."""
+def count_of(name: str) -> Series | None:
+    """The counter's series of a value that only grows.
+
+    None where it is a time that is no work, or is the cost model's: the sums of `WAITS` and of what
+    was foretold hold it, and together with the times of work it would be counted twice.
+    """
     if name.endswith("_us"):
-        return Series(BUSY_SECONDS, name.removesuffix("_us"), 1e-6)
-    for family, metric in UNIT_OF_FAMILY.items():
-        if name.startswith(family):
-            return Series(metric, name)
-    return Series(UNITS.get(name.rpartition("_")[2], EVENTS), name)
+        what = name.removesuffix("_us")
+        is_work = time_of(what).metric is DURATIONS
+        return Series(BUSY_SECONDS, what, 1e-6) if is_work else None
+    metric = UNITS.get(name.rpartition("_")[2]) or UNIT_OF_NAME.get(name)
+    families = (each for family, each in UNIT_OF_FAMILY.items() if name.startswith(family))
+    return Series(metric or next(families, EVENTS), name)
+
+
+def time_of(what: str) -> Series:
+    """The histogram's series of something that is timed one by one."""
+    if what.startswith(_HELD):
+        return Series(WAITS, what.removeprefix(_HELD))
+    if what.startswith(_COST):
+        foretold = what.removeprefix(_COST)
+        if foretold.endswith(_EXPECTED):
+            return Series(COST_EXPECTED, foretold.removesuffix(_EXPECTED))
+        return Series(COST_ACTUAL, foretold)
+    return Series(DURATIONS, what)
 
 
 def estimate_of(name: str) -> Series | None:

@@ -81,8 +81,9 @@ class MetricsReporter:
             gauge = names.gauge_of(name)
             if gauge is not None:
                 self._child(gauge).set(value)
-            elif value > self._published.get(name, 0):
-                series = names.count_of(name)
+                continue
+            series = names.count_of(name)
+            if series is not None and value > self._published.get(name, 0):
                 self._child(series).inc(series.scale * (value - self._published.get(name, 0)))
                 self._published[name] = value
         for name, value in (self._cost.state() if self._cost is not None else {}).items():
@@ -90,7 +91,7 @@ class MetricsReporter:
             if estimate is not None and value is not None:
                 self._child(estimate).set(estimate.scale * value)
         for what, seconds in self._store.counters.take_durations().items():
-            histogram = self._child(names.Series(names.DURATIONS, what))
+            histogram = self._child(names.time_of(what))
             for one_s in seconds:
                 histogram.observe(one_s)
 
@@ -112,12 +113,14 @@ class MetricsReporter:
                 [*self._labels, gauge.label],
                 multiprocess_mode="mostrecent",
             )
-        of = names.DURATIONS
-        self._metrics[of] = Histogram(
-            of.name, of.help, [*self._labels, of.label], buckets=names.BUCKETS_S
-        )
+        for of in names.HISTOGRAMS:
+            self._metrics[of] = Histogram(
+                of.name, of.help, [*self._labels, of.label], buckets=names.BUCKETS_S
+            )
         for name in names.from_start(num_tenants):
-            self._child(names.count_of(name))
+            series = names.count_of(name)
+            assert series is not None, name
+            self._child(series)
         self._store.counters.keep_durations()
 
     def _values(self) -> dict[str, float]:

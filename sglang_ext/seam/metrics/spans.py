@@ -3,7 +3,8 @@
 With SGLang's `--enable-trace` each request has a trace. Here are added, in each scheduler process,
 
 - attributes of its span of this process: reused tokens by tier, missed ones by reason;
-- a span `hier_kv.wait` from when SGLang would have run it until it no longer waited for its pages;
+- a span `hier_kv.wait` from when SGLang would have run it until it no longer waited for its pages,
+  and what it waited for;
 - below SGLang's `prefill_forward` a span `hier_kv.load`: its pages on their way to the device.
 
 Imports no SGLang: it calls the trace that SGLang made for the request. Without `--enable-trace` a
@@ -92,7 +93,8 @@ class RequestSpans:
             ahead_ns + int(1e9 * at_s) for at_s in (waiting.held_since_s, waiting.let_go_s)
         )
         trace.trace_slice_start(WAIT, _LEVEL, began_ns)
-        trace.trace_slice_end(WAIT, _LEVEL, ended_ns, {"hier_kv.wait.gave_up": waiting.late})
+        told = {f"{WAIT}.of": waiting.awaited.value, f"{WAIT}.gave_up": waiting.late}
+        trace.trace_slice_end(WAIT, _LEVEL, ended_ns, told)
 
     @_never_raises
     def runs(self, req: Any, load_index: int) -> None:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
+from testkit.remote.otlp import Span, TraceCollector
 from testkit.requests import flush_device, timed
 from testkit.server import Server
 from testkit.slow import ENV_LOAD_SPEED_FILE, ENV_SPEED_FILE
@@ -44,6 +45,7 @@ class Run(NamedTuple):
 
     fresh: list[dict[str, Any]]
     crawling: list[dict[str, Any]]
+    crawling_traces: list[list[Span]]
     crawling_state: dict[str, Any]
     lifted: list[dict[str, Any]]
     end_state: dict[str, Any]
@@ -56,20 +58,27 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     speed = folder / "speed"
     # The last prompts stay in DRAM; the others are on disk only.
     prompts = list(real_prompts([LENGTH] * (NUM_CRAWLING + NUM_LIFTED + 3), seed=7))
-    with Server(
-        hier_args(folder, host_pages=64, policy="cost"),
-        env={ENV_SPEED_FILE: str(speed)},
+    collector = TraceCollector()
+    server = Server(
+        [*hier_args(folder, host_pages=64, policy="cost"), *collector.args()],
+        env={**collector.environment(), ENV_SPEED_FILE: str(speed)},
         log_path=folder / "server.log",
         stop="kill",
-    ) as server:
+    )
+    with collector, server:
         fresh = [stored(server, prompt) for prompt in prompts]
         speed.write_text("0.01")  # ten minutes for a prompt's pages
-        crawling = [again(server, prompt) for prompt in prompts[:NUM_CRAWLING]]
+        crawling = [
+            again(server, prompt, rid=f"crawling-{at}")
+            for at, prompt in enumerate(prompts[:NUM_CRAWLING])
+        ]
         crawling_state = state(server)
+        traces = [collector.trace_of(f"crawling-{at}") for at in range(NUM_CRAWLING)]
         speed.unlink()
         lifted = until_loaded(server, prompts[NUM_CRAWLING : NUM_CRAWLING + NUM_LIFTED])
         end_state = settled(server)
-        return Run(fresh, crawling, crawling_state, lifted, end_state, events(Path(folder)))
+        log = events(Path(folder))
+        return Run(fresh, crawling, traces, crawling_state, lifted, end_state, log)
 
 
 def stored(server: Server, prompt: list[int]) -> dict[str, Any]:
@@ -95,9 +104,9 @@ def until_loaded(server: Server, prompts: Sequence[list[int]]) -> list[dict[str,
     return answers
 
 
-def again(server: Server, prompt: list[int]) -> dict[str, Any]:
+def again(server: Server, prompt: list[int], **fields: Any) -> dict[str, Any]:
     flush_device(server)
-    return ask(server, prompt)
+    return ask(server, prompt, **fields)
 
 
 def test_a_crawling_disk_is_not_waited_for(run: Run) -> None:
@@ -107,6 +116,20 @@ def test_a_crawling_disk_is_not_waited_for(run: Run) -> None:
     assert host["cost_load"] + host["cost_recompute"] == NUM_CRAWLING
     assert host["cost_gave_up"] == host["cost_load"] >= 1
     assert host["cost_recompute"] >= 1
+
+
+def test_a_trace_says_that_the_disk_was_too_slow_and_what_was_waited_for(run: Run) -> None:
+    gave_up = []
+    for trace in run.crawling_traces:
+        told = {name: value for span in trace for name, value in span.attributes.items()}
+        assert told["hier_kv.missed.first_reason"] == "too_slow"
+        assert told["hier_kv.missed.too_slow_tokens"] == LENGTH // PAGE * PAGE
+        assert told["hier_kv.reused.disk_tokens"] == 0
+        waits = [span.attributes for span in trace if span.name == "hier_kv.wait"]
+        gave_up += [wait for wait in waits if wait["hier_kv.wait.gave_up"]]
+    host = run.crawling_state["host"]
+    assert [wait["hier_kv.wait.of"] for wait in gave_up] == ["disk"] * host["cost_gave_up"]
+    assert host["held_disk_us"] > 0
 
 
 def test_a_fast_disk_is_loaded_from_again(run: Run) -> None:

@@ -7,16 +7,28 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.tiers.disk.segments.layout import segment_file_bytes
 from testkit.remote.otlp import Span, TraceCollector
 from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_SPEED_FILE
-from tests.e2e.hier_server import PAGE, ask, by_tier, hier_args, real_prompts, settled, state
+from tests.e2e.hier_server import (
+    GIB,
+    PAGE,
+    SLOT_BYTES,
+    ask,
+    by_tier,
+    hier_args,
+    real_prompts,
+    settled,
+    state,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGES = 6
 HOST_PAGES = 3 * PAGES
+SEGMENT_PAGES, NUM_SEGMENTS = 16, 5
 REUSED = "hier_kv.reused."
 MISSED = "hier_kv.missed."
 SLOW_MB_S = 4.0
@@ -35,7 +47,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(collector: TraceCollector, folder: Path) -> Iterator[Server]:
-    args = hier_args(folder, host_pages=HOST_PAGES, policy="wait_complete")
+    segment_bytes = segment_file_bytes(SEGMENT_PAGES, SLOT_BYTES)
+    disk_gb = NUM_SEGMENTS * segment_bytes / GIB
+    args = hier_args(folder, host_pages=HOST_PAGES, disk_gb=disk_gb, policy="wait_complete")
+    args += ["--hier-kv-disk-segment-size", f"{(segment_bytes + 1) / GIB:.9f}"]
     env = {**collector.environment(), ENV_SPEED_FILE: str(folder / "speed")}
     all_args = [*args, *collector.args()]
     with Server(all_args, env=env, log_path=folder / "server.log", stop="kill") as server:
@@ -93,7 +108,7 @@ def test_a_prompt_on_a_slow_disk_waits_and_is_loaded(
         settled(server)
     flush_device(server)
     (folder / "speed").write_text(f"{SLOW_MB_S}")
-    before_us = state(server)["host"].get("held_us", 0)
+    before_us = state(server)["host"].get("held_disk_us", 0)
     answer = ask(server, prompt, rid="late")
     (folder / "speed").unlink()
     assert by_tier(answer)["disk"] == PAGES * PAGE
@@ -107,9 +122,9 @@ def test_a_prompt_on_a_slow_disk_waits_and_is_loaded(
     [waiting] = named(trace, "prefill_waiting")
     assert wait.parent_id == waiting.parent_id
     assert overlap(waiting, wait)
-    assert wait.attributes == {"hier_kv.wait.gave_up": False}
+    assert wait.attributes == {"hier_kv.wait.of": "disk", "hier_kv.wait.gave_up": False}
     # The disk alone takes so long; the counter of held requests goes on until it is admitted.
-    held_s = (state(server)["host"]["held_us"] - before_us) / 1e6
+    held_s = (state(server)["host"]["held_disk_us"] - before_us) / 1e6
     assert 0.2 < (wait.ended_ns - wait.began_ns) / 1e9 <= held_s + 0.001
 
 
@@ -123,3 +138,19 @@ def test_a_prompt_in_dram_is_loaded_at_once(server: Server, collector: TraceColl
     assert told(trace, REUSED) == reused(host=PAGES * PAGE)
     assert named(trace, "hier_kv.wait") == []
     assert len(named(trace, "hier_kv.load")) == 1
+
+
+def test_a_prompt_that_left_the_disk_says_so(server: Server, collector: TraceCollector) -> None:
+    """Others came in its place, in DRAM and on the disk, as neither has room for all."""
+    num_others = (HOST_PAGES + 2 * NUM_SEGMENTS * SEGMENT_PAGES) // PAGES
+    prompt, *others = real_prompts([PAGES * PAGE + 20] * (1 + num_others), seed=4)
+    for each in (prompt, *others):
+        ask(server, each)
+        settled(server)
+    flush_device(server)
+    ask(server, prompt, rid="gone")
+    trace = collector.trace_of("gone")
+    assert told(trace, REUSED) == reused()
+    wanted = {"evicted_disk_tokens": PAGES * PAGE, "first_reason": "evicted_disk"}
+    assert told(trace, MISSED) == wanted
+    assert named(trace, "hier_kv.wait") + named(trace, "hier_kv.load") == []

@@ -186,6 +186,8 @@ def test_what_nobody_stored_costs_one_answer(make: Make, redis: RedisServer) -> 
     assert server.count("remote_lookups") == 1
     assert server.count("remote_lookups_late") == 0
     assert server.remote.stats().get("get_records", 0) == 0
+    server.room.leave("z", admitted=True)
+    assert server.count("held_remote_us") > 0
 
 
 def test_best_effort_never_waits(make: Make) -> None:

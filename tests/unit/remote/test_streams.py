@@ -157,7 +157,7 @@ def test_a_link_that_has_become_fast_is_noticed_though_all_is_computed(world: Wo
     assert host.ready(range(200, 203)) == 3
     host.fetch(range(NUM_PAGES))
     assert host.ready(range(NUM_PAGES)) == 0
-    assert until(lambda: host.count("remote_probes") >= 1)
+    assert until(lambda: host.count("remote_probe_fetches") >= 1)
     world.proxy.set(bytes_per_s=FAST)
 
     def fetched() -> bool:
@@ -165,14 +165,14 @@ def test_a_link_that_has_become_fast_is_noticed_though_all_is_computed(world: Wo
         return host.ready(range(NUM_PAGES)) == NUM_PAGES
 
     assert until(fetched), host.store.stats()
-    assert host.count("remote_probes") >= 2
+    assert host.count("remote_probe_fetches") >= 2
 
 
 def test_what_would_be_computed_on_any_link_is_not_measured(world: World) -> None:
     host = world.add(prefill_s=lambda num_new, num_before: 1e-6 * num_new, slo_s=60.0)
     host.fetch(range(NUM_PAGES))
     assert host.count("remote_text_pages") == NUM_PAGES
-    assert host.count("remote_probes") == host.ready(range(NUM_PAGES)) == 0
+    assert host.count("remote_probe_fetches") == host.ready(range(NUM_PAGES)) == 0
 
 
 def test_two_contexts_share_the_link(world: World) -> None:

@@ -134,7 +134,8 @@ def test_a_wait_ends_when_the_request_is_let_go_and_is_told_once(
     assert wait.start_time is not None
     assert wait.end_time is not None
     assert (wait.end_time - wait.start_time) / S_NS == pytest.approx(2.5, abs=1e-6)
-    assert dict(wait.attributes or {}) == {"hier_kv.wait.gave_up": False}
+    told = {"hier_kv.wait.of": "underway", "hier_kv.wait.gave_up": False}
+    assert dict(wait.attributes or {}) == told
 
 
 def _let_go_after(seconds: float, room: Any, clock: Clock, store: Store) -> None:

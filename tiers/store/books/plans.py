@@ -72,6 +72,7 @@ class Plans:
             pending = rows[(self._index.flags[rows] & READY) == 0]
             plan = Plan(rows, remaining=len(pending), num_stored=len(known))
             plan.priority = priority
+            plan.reads_disk = bool((self._index.flags[pending] & ON_DISK).any())
             self._pins.add(plan, np.concatenate([held_slots, slots]))
             table.waits.add(pending, plan)
             if len(to_read):

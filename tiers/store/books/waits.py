@@ -32,6 +32,7 @@ class PageWaits:
         for row in rows.tolist():
             for plan in self._plans.pop(row, ()):
                 plan.remaining -= 1
+                plan.num_here_left -= 1
                 plan.failed |= failed
 
 
