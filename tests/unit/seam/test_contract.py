@@ -244,7 +244,10 @@ def test_every_pin_is_of_a_release_that_was_tested() -> None:
         "tests/e2e/releases/test_previous_release.py": f'RELEASE = "{older}"\n',
         "README.md": f"sglang {newest} or {older}",
         "docs/quickstart.md": f"SGLang {newest} or {older}",
-        "docs/upgrading.md": f"| {newest} | tested, all tests |\n| {older} | tested in part",
+        "docs/upgrading.md": (
+            f"| {newest} | tested: in CI all that `make test` runs, the long forms by hand |\n"
+            f"| {older} | tested in part"
+        ),
     }
     texts = {path: (ROOT / path).read_text() for path in expected}
     assert [path for path, text in expected.items() if text not in texts[path]] == []
