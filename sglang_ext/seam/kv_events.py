@@ -30,6 +30,8 @@ from sglang_ext.tiers.store.types import ON_DISK, READY, StoreCounters
 
 # Pages told of in one go, on the scheduler's thread: each takes some microseconds.
 _PAGES_A_TURN = 2048
+# Steps from a page to the one before it, on the way to what of its path is to be told first.
+_STEPS_A_TURN = 4 * _PAGES_A_TURN
 # Pages that moved since events were taken. With more, all that are known are looked at.
 _MAX_MOVED = 1 << 17
 # Pages in the tiers that are told of, about 700 bytes each; more stay untold, and are counted.
@@ -223,27 +225,37 @@ class TierEventRecorder(KVCacheEventRecorder):
             self._say(keys, [here | there for here, there in zip(tiers, shared, strict=True)])
 
     def _take_pending(self, num: int) -> list[bytes]:
-        """The next pages to look at: of a path always its first ones, in their order.
+        """The next pages to look at: of what no reader knows always a path's first pages first.
 
-        A reader can place a page only behind one that it knows, and what is left for the next turn
-        it knows then.
+        A reader can place a page only behind one that it knows, and what is told in one turn it
+        knows in the next. Pages that are passed on the way up go to the front of what is pending,
+        in their order, so that a path that one turn does not get to the top of is gone on with.
         """
         keys: list[bytes] = []
-        while self._pending and len(keys) < num:
+        steps_left = _STEPS_A_TURN
+        while self._pending and len(keys) < num and steps_left > 0:
             path: list[bytes] = []
             key: bytes | None = next(iter(self._pending))
-            while key is not None and key in self._pending:
+            while key is not None and steps_left > 0:
+                steps_left -= 1
                 del self._pending[key]
                 path.append(key)
-                page = self._told.get(key) or self._seen.get(key)
-                key = page.before if page is not None else None
+                key = self._unknown_before(key)
             path.reverse()
-            num_left = num - len(keys)
-            keys += path[:num_left]
-            for left in reversed(path[num_left:]):
+            num_told = num - len(keys) if key is None else 0
+            keys += path[:num_told]
+            for left in reversed(path[num_told:]):
                 self._pending[left] = None
                 self._pending.move_to_end(left, last=False)
         return keys
+
+    def _unknown_before(self, key: bytes) -> bytes | None:
+        """The page before one, if it is pending and a reader may not know it."""
+        page = self._told.get(key) or self._seen.get(key)
+        if page is None or page.before is None or page.before not in self._pending:
+            return None
+        before = self._told.get(page.before) or self._seen.get(page.before)
+        return page.before if before is not None and (before.again or not before.told) else None
 
     def _take_moved(self) -> None:
         """Pages that moved and that one can tell of are looked at next."""

@@ -50,8 +50,9 @@ def advice_at_gateway(read: Callable[[str], Any], config: HierKVConfig) -> Itera
         read: an argument's value by its name.
         config: the plugin's settings.
     """
-    tells = read("smg_grpc_mode") and read("kv_events_config")
-    if tells and config.disk_dir and config.kv_events_disk == "disk":
+    is_there = read("smg_grpc_mode") or read("grpc_mode")
+    tells = read("kv_events_config") and config.tree_core == "python"
+    if is_there and tells and config.disk_dir and config.kv_events_disk == "disk":
         yield (
             "SGLang's gateway sends nobody to where pages are on disk alone; with "
             "--hier-kv-kv-events-disk host it does"

@@ -11,7 +11,7 @@ import functools
 import logging
 import os
 import stat
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -49,72 +49,71 @@ class Quotas:
 
 
 def parse_quotas(text: str) -> Quotas:
-    """The shares that a flag's text gives; reads its file, if it names one.
+    """The shares that a flag's text gives; reads its file, if it names one, once in a process.
 
     Raises:
         HierKVConfigError: it gives none. Nothing of what is in a file is in the message.
     """
     if not text.startswith(_FILE_MARK):
-        return _of(text.split(",") if text else (), lambda _, part: shown(part))
-    path = Path(text.removeprefix(_FILE_MARK))
-    return _of(_lines(path), lambda number, _: f"entry {number} of {path}")
+        return _of((part, shown(part)) for part in (text.split(",") if text else ()))
+    return _of(_parts_of(Path(text.removeprefix(_FILE_MARK))))
 
 
-def _lines(path: Path) -> list[str]:
-    """One tenant each; empty lines and comments are left out."""
-    try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            data = file.read(_MAX_FILE_BYTES + 1)
-        text = data.decode("utf-8")
-    except (OSError, UnicodeDecodeError):
-        text = ""
-    lines = [line.strip() for line in text.splitlines()]
-    found = [line for line in lines if line and not line.startswith(_COMMENT)]
-    if not found or len(data) > _MAX_FILE_BYTES:
+@functools.cache  # or shares and numbers, which are asked for at several places, might not agree
+def _parts_of(path: Path) -> tuple[tuple[str, str], ...]:
+    """Tenants with their shares, and where each stands; comments are left out."""
+    text, mode = _read(path)
+    found = [
+        (part, f"what stands in line {number} of {path}")
+        for number, line in enumerate(text.splitlines(), 1)
+        if line.strip() and not line.lstrip().startswith(_COMMENT)
+        for part in line.split(",")
+    ]
+    if not found:
         raise HierKVConfigError(
             f"{_FLAG} {_FILE_MARK}FILE must name a text of at most {_MAX_FILE_BYTES:,} bytes with "
             f"a tenant such as cache_salt:acme=0.3 on each line, and {shown(str(path))} is none; "
             "give one that the server may read."
         )
     if mode & 0o077:
-        _warn_of_readers(path, mode)
-    return found
+        logger.warning(
+            "hier-kv: %s, which names tenants by their salts, may be read or written by others "
+            "(mode %04o); make it its owner's alone with chmod 600",
+            path,
+            mode,
+        )
+    return tuple(found)
 
 
-@functools.cache  # once, however often the settings are looked at
-def _warn_of_readers(path: Path, mode: int) -> None:
-    logger.warning(
-        "hier-kv: %s, which names tenants by their salts, may be read or written by others (mode "
-        "%04o); make it its owner's alone with chmod 600",
-        path,
-        mode,
-    )
+def _read(path: Path) -> tuple[str, int]:
+    """A file's text, empty where it has none, and its mode; a pipe is not waited for."""
+    try:
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            data = file.read(_MAX_FILE_BYTES + 1) if stat.S_ISREG(mode) else b""
+        return data.decode("utf-8") if len(data) <= _MAX_FILE_BYTES else "", stat.S_IMODE(mode)
+    except (OSError, UnicodeDecodeError):
+        return "", 0
 
 
-def _of(parts: Iterable[str], told: Callable[[int, str], str]) -> Quotas:
-    """The shares of some tenants.
-
-    Args:
-        parts: a tenant and its share each.
-        told: how a message speaks of one, from its number and its text.
-    """
+def _of(parts: Iterable[tuple[str, str]]) -> Quotas:
+    """The shares of some tenants: of each its text, and how a message speaks of it."""
     shares: list[float] = []
     numbers: dict[tuple[str, str], int] = {}
-    for at, part in enumerate(parts, 1):
-        named, equals, share = part.strip().rpartition("=")
-        kind, colon, name = named.partition(":")
+    for part, told in parts:
+        named, equals, share = part.rpartition("=")
+        kind, colon, name = (each.strip() for each in named.partition(":"))
         key = kind, unquote(name)
-        if not equals or not colon or kind not in _FIELDS or not name:
+        if not equals or not colon or kind not in _FIELDS or not name or "=" in name:
             raise HierKVConfigError(
-                f"{_FLAG} must be a list such as {_EXAMPLE}, got {told(at, part)} in it; name each "
+                f"{_FLAG} must be a list such as {_EXAMPLE}, got {told} in it; name each "
                 "tenant by cache_salt: or extra_key:, with %2C, %3D and %25 for a comma, = and %."
             )
         if key in numbers:
             raise HierKVConfigError(
-                f"{_FLAG} must have each tenant once, got {told(at, named)} twice; leave one out."
+                f"{_FLAG} must have each tenant once, got {told} twice; leave one out."
             )
-        shares.append(_share(share, told(at, part)))
+        shares.append(_share(share, told))
         numbers[key] = len(shares)
     if len(shares) > MAX_TENANTS:
         raise HierKVConfigError(

@@ -245,6 +245,34 @@ def test_what_is_told_again_can_be_placed_where_a_path_lies_in_two_tiers(
         world.close()
 
 
+@pytest.mark.parametrize("again", [0, 8])
+def test_of_a_long_path_a_turn_tells_a_part_and_the_next_one_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, again: int
+) -> None:
+    """As pages leave DRAM, leaves first; beside it the first ones may move in each turn."""
+    monkeypatch.setattr(kv_events, "_PAGES_A_TURN", 8)
+    monkeypatch.setattr(kv_events, "_STEPS_A_TURN", 16)
+    world = World(tmp_path, 0)
+    monkeypatch.setattr(
+        world.rig.store, "tiers_of", lambda rows: np.full(len(rows), READY, np.uint8)
+    )
+    try:
+        key = RadixKey(array("q", range(50 * PAGE)))
+        world.recorder.record_remove(world.node(world.root, key))
+        world.reader.apply(KVCacheEventRecorder.take(world.recorder))  # of the device alone
+        names = [row.tobytes() for row in hashes_of(key, PAGE)]
+        world.recorder._pending.clear()
+        world.recorder._pending.update(dict.fromkeys(reversed(names)))
+        for _ in range(50 // 16 + 1 + 50 // 8 + 1 if not again else 30):
+            before = len(world.reader.media)
+            world.take()
+            assert len(world.reader.media) - before <= 8
+            world.recorder._pending.update(dict.fromkeys(names[:again]))
+        assert world.reader.prefix(list(key.token_ids), PAGE, {CPU}) == 50 * PAGE
+    finally:
+        world.close()
+
+
 def test_records_in_coded_dram_are_in_dram(tmp_path: Path) -> None:
     world = World(tmp_path, 0, record_medium=StorageMedium.CPU)
     try:

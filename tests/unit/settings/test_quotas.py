@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,7 @@ def test_shares_are_read_and_requests_are_told_apart() -> None:
         ("cache_salt:=0.3", "must be a list such as"),
         ("cache_salt:acme", "must be a list such as"),
         ("cache_salt:acme=0.3,", "must be a list such as"),
+        ("cache_salt:acme=0.3=0.2", "must be a list such as"),
         ("cache_salt:acme=much", "shares above 0 and up to 1, got 'cache_salt:acme=much'"),
         ("cache_salt:acme=0", "shares above 0"),
         ("cache_salt:acme=nan", "shares above 0"),
@@ -49,17 +51,24 @@ def test_a_file_gives_them_and_keeps_the_salts_out_of_sight(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     path = tmp_path / "quotas"
-    path.write_text("# who pays\n\ncache_salt:acme,west=0.3\n  extra_key:web=0.2\n")
+    path.write_text(
+        "# who pays\n\ncache_salt: acme%2Cwest = 0.3\n extra_key:web=0.2,extra_key:b=.1"
+    )
     path.chmod(0o600)
     config = HierKVConfig.from_dict({"quotas": f"@{path}"})
     quotas = parse_quotas(config.quotas)
-    assert quotas.shares == (0.3, 0.2)
+    assert quotas.shares == (0.3, 0.2, 0.1)
     assert quotas.tenant_of("acme,west", None) == 1
+    assert quotas.tenant_of(None, "b") == 3
     assert "acme" not in repr(config)
     assert not caplog.text
-    path.chmod(0o644)
+    path.write_text("cache_salt:other=0.9")
+    assert parse_quotas(config.quotas) == quotas  # or shares and numbers might not agree
+    open_to_all = tmp_path / "open"
+    open_to_all.write_text("cache_salt:acme=0.3")
+    open_to_all.chmod(0o644)
     for _ in range(2):
-        parse_quotas(f"@{path}")
+        parse_quotas(f"@{open_to_all}")
     assert caplog.text.count("mode 0644") == 1
 
 
@@ -70,9 +79,10 @@ def test_a_file_gives_them_and_keeps_the_salts_out_of_sight(
         (b"# nobody\n", "must name a text"),
         (b"\xff=0.1", "must name a text"),
         (b"#" * 65_530 + b"\ncache_salt:secret=0.1", "must name a text of at most 65,536 bytes"),
-        (b"secret=0.1", "must be a list such as .*, got entry 1 of "),
-        (b"cache_salt:a=0.1\ncache_salt:secret=2", "shares above 0 and up to 1, got entry 2 of"),
-        (b"cache_salt:secret=0.1\ncache_salt:secret=0.1", "each tenant once, got entry 2 of"),
+        (b"\nsecret=0.1", "must be a list such as .*, got what stands in line 2 of "),
+        (b"cache_salt:a=0.1\ncache_salt:secret=2", "up to 1, got what stands in line 2 of"),
+        (b"cache_salt:secret=0.1\ncache_salt:secret=0.1", "once, got what stands in line 2 of"),
+        (b"cache_salt:secret=0.1=0.2", "must be a list such as .*, got what stands in line 1 of"),
     ],
 )
 def test_what_a_file_holds_is_in_no_refusal(tmp_path: Path, text: bytes, refusal: str) -> None:
@@ -84,7 +94,8 @@ def test_what_a_file_holds_is_in_no_refusal(tmp_path: Path, text: bytes, refusal
 
 
 def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    for path in ("", tmp_path, tmp_path / "none"):
+    os.mkfifo(tmp_path / "pipe")  # which nobody writes to
+    for path in ("", tmp_path, tmp_path / "none", tmp_path / "pipe"):
         with pytest.raises(HierKVConfigError, match="must name a text"):
             HierKVConfig.from_dict({"quotas": f"@{path}"})
 
