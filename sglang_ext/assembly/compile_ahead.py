@@ -6,8 +6,12 @@ compiled when their module is imported.
 
 from __future__ import annotations
 
+import itertools
+import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,27 +39,44 @@ class Built:
     seconds: float
 
 
-def prebuild(dtypes: Sequence[str], codec_ids: Sequence[str]) -> Iterator[Built]:
-    """Compiles one part after the other.
+def prebuild(dtypes: Sequence[str], codec_ids: Sequence[str], num_jobs: int = 1) -> Iterator[Built]:
+    """Compiles all parts, in this process or in several at a time.
 
     Args:
         dtypes: of KV caches, as codecs call them.
         codec_ids: codecs that pages may be coded with.
+        num_jobs: processes; with 1 it is this one.
 
     Raises:
         ValueError: no such dtype or codec; one sentence.
-        OSError: what is compiled can be kept nowhere; one sentence.
+        OSError: what is compiled can be kept nowhere, or one of the processes was killed; one
+            sentence.
     """
     # Before anything is imported that numba looks at.
     round_source_times()
     check_kept()
-    for part, build in _parts(dtypes, codec_ids).items():
-        begin_s = time.monotonic()
-        with event.install_recorder(_COMPILES) as recorder:
-            build()
-        check_kept()
-        num_compiled = sum(found.is_start for _, found in recorder.buffer)
-        yield Built(part, num_compiled, time.monotonic() - begin_s)
+    parts = _parts(dtypes, codec_ids)
+    if num_jobs == 1:
+        yield from itertools.starmap(_built, parts.items())
+        return
+    context = multiprocessing.get_context("spawn")  # what this one has loaded is not for a fork
+    with ProcessPoolExecutor(min(num_jobs, len(parts)), mp_context=context) as pool:
+        try:
+            yield from pool.map(_built, parts.keys(), parts.values())
+        except BrokenProcessPool:
+            raise OSError(
+                "one of the processes that compile was killed, perhaps for want of memory; "
+                "try --jobs 1"
+            ) from None
+
+
+def _built(part: str, build: Callable[[], None]) -> Built:
+    begin_s = time.monotonic()
+    with event.install_recorder(_COMPILES) as recorder:
+        build()
+    check_kept()
+    num_compiled = sum(found.is_start for _, found in recorder.buffer)
+    return Built(part, num_compiled, time.monotonic() - begin_s)
 
 
 def _parts(dtypes: Sequence[str], codec_ids: Sequence[str]) -> dict[str, Callable[[], None]]:

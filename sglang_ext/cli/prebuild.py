@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 from dataclasses import asdict
 from importlib import import_module
 
@@ -15,7 +16,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     """Adds the command's flags."""
     describe(
         parser,
-        "Compiles what the first start on a machine would compile, for about a minute, and keeps "
+        "Compiles what the first start on a machine would compile, for a minute or two, and keeps "
         "it where this user's servers find it; what is kept already stays. Needs torch, but no "
         "GPU and no model.",
         "hier-kv prebuild --dtype bf16 --codec hier",
@@ -25,6 +26,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     text = f"of the KV cache: {', '.join(DTYPES)} (bf16)"
     add("--dtype", nargs="+", metavar="NAME", default=["bf16"], help=text)
     add("--codec", nargs="+", metavar="ID", help="that servers will use (all); none for none")
+    add("--jobs", type=int, metavar="N", help="processes that compile at a time (one a core)")
     add("--json", action="store_true", help="for programs")
 
 
@@ -35,7 +37,10 @@ def _prebuild(chosen: argparse.Namespace) -> int:
     from sglang_ext.compiling import check_kept
 
     built = []
-    for one in prebuild(chosen.dtype, chosen.codec or codec_ids()):
+    num_jobs = len(os.sched_getaffinity(0)) if chosen.jobs is None else chosen.jobs
+    if num_jobs < 1:
+        raise ValueError(f"--jobs must be 1 or more, got {num_jobs}; leave it out for one a core.")
+    for one in prebuild(chosen.dtype, chosen.codec or codec_ids(), num_jobs):
         built.append(one)
         if not chosen.json:
             what = f"{one.part}: {one.num_compiled} loops compiled"

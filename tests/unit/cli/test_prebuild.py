@@ -111,14 +111,15 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_behind_it_nothing_is_compiled() -> None:
-    done = run("-c", USE, "--json")
+    done = run("-c", USE, "--json", "--jobs", "1")  # here, where it is looked at what there is
     assert not done.returncode, done.stderr
     told, _, new = done.stdout.partition("behind it:\n")
     parts = json.loads(told)["parts"]
     assert {"page store", "quoted text", "copies of bf16"} < {part["part"] for part in parts}
     assert not new.split("\n")[:-1]
-    # And what was compiled is kept: the next process compiles nothing.
-    again = run("-c", "from sglang_ext.cli import main; main(['prebuild', '--json'])")
+    # And what was compiled is kept: the next ones, two at a time, compile nothing.
+    more = "from sglang_ext.cli import main; main(['prebuild', '--json', '--jobs', '2'])"
+    again = run("-c", more)
     assert not again.returncode, again.stderr
     again_parts = json.loads(again.stdout)["parts"]
     assert [part["part"] for part in again_parts] == [part["part"] for part in parts]
@@ -145,6 +146,7 @@ def test_where_nothing_can_be_kept_it_says_so(tmp_path: Path) -> None:
     [
         (["--dtype", "int3"], "no KV dtype is called 'int3'; known are bf16, "),
         (["--codec", "gzip"], "gzip"),
+        (["--jobs", "0"], "--jobs must be 1 or more, got 0"),
     ],
 )
 def test_what_is_not_known_is_refused_in_one_sentence(
