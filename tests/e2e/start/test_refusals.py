@@ -402,10 +402,13 @@ def as_here(words: Sequence[str], folder: Path) -> list[str]:
     for name in ("key", "secret"):
         (folder / name).write_text("x" * 64)
         (folder / name).chmod(0o600)
+    (folder / "quotas").write_text("cache_salt:acme=0.3")
     stand_ins = {
         **dict.fromkeys(("M", "/models/llama-8b"), str(TINYLM)),
         **dict.fromkeys(("/nvme/kv", "/kv"), str(folder / "kv")),
         "/etc/hier-kv.key": str(folder / "key"),
+        # Not from the root, as what begins with "@/" is a place in `folder`.
+        "@/etc/hier-kv.quotas": f"@{os.path.relpath(folder / 'quotas', ROOT)}",
         "P": "pythonic",
         "A:5000": "127.0.0.1:5000",
         "$port": "30000",
