@@ -52,6 +52,7 @@ from sglang_ext.assembly.window_setup import (
     bound_ropes,
     place_questions_of,
     read_layers,
+    ropes_of_parts,
     window_layers,
     with_windows,
 )
@@ -169,16 +170,22 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
         one_copy = agree_on_one_copy(config, layout, place, partial(exchange, group))
     config = config if one_copy is None else one_copy.config
     first_layer = int(kv_pool.start_layer) if place.pp_size > 1 else 0
-    ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool, first_layer)
+    if pools.window is not None:
+        ropes, *window_ropes = ropes_of_parts(runner.model, pools, config)
+    else:
+        of_stage = range(first_layer, first_layer + pool.num_layers)
+        ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool, of_stage)
+        window_ropes = []
     of_pages = (config, pool, layout, kv_pool.dtype, runner, place)
     page_codec = build_page_codec(*of_pages, has_states=snapshots is not None)
     remote_codec = build_remote_codec(*of_pages, has_states=snapshots is not None)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
-    # Of window layers' parts and of states no quality is kept on the device; no draft's page is
-    # ever coded.
+    # Without truncation no page of a hybrid is anything but exact; no draft's page is ever coded.
     # With prefill and decode servers no lossy codec was tried.
-    exact_only = is_bound or is_disaggregated(ctx.server_args.disaggregation_mode)
+    is_cut = pools.window is not None and config.truncation != "off"
+    is_disaggregating = is_disaggregated(ctx.server_args.disaggregation_mode)
+    exact_only = (is_bound and not is_cut) or is_disaggregating
     rules = LocalPages(layout, ropes, config.rope, exact_only=exact_only)
     share = put_share(place) if alike and one_copy is None else EVERY_PAGE
     disk: RecordTier | None = None
@@ -193,7 +200,7 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     if snapshots is not None:
         check_room(snapshots, store.arena.num_slots)
     linker = _linker(
-        ctx, config, pools, layout, ropes, cache, store, feeds, snapshots,
+        ctx, config, pools, layout, [ropes, *window_ropes], cache, store, feeds, snapshots,
         accepts_all=group is not None,
     )  # fmt: skip
     timer = ForwardTimer(
@@ -246,7 +253,7 @@ def _linker(
     config: HierKVConfig,
     pools: HybridPools,
     layout: PageLayout,
-    ropes: list[LayerRope],
+    ropes: Sequence[list[LayerRope]],
     cache: Any,
     store: PageStore,
     feeds: CostFeeds,
@@ -254,14 +261,14 @@ def _linker(
     *,
     accepts_all: bool,
 ) -> HierKVLinker:
-    """What copies pages between the pools and DRAM, with its threads."""
+    """What copies pages between the pools and DRAM, with its threads; `ropes` a part each."""
     pool, runner = pools.full, ctx.tp_worker.model_runner
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     is_pinned = _pin(store, pool)
     copier = PageCopier(
         pool,
         layout,
-        ropes,
+        ropes[0],
         store.arena.slots,
         mode=config.rope,
         kernels=_kernels(config, pools, ropes, layout.page_size),
@@ -275,7 +282,7 @@ def _linker(
         kv_pool=kv_pool,
         port=open_port(pool.device, pinned=is_pinned),
         forward_stream=runner.forward_stream,
-        windows=window_layers(cache, pools, copier),
+        windows=window_layers(cache, pools, copier, ropes[1:]),
         accepts_all=accepts_all,
         on_load=feeds.on_load,
         snapshots=snapshots,
@@ -528,7 +535,7 @@ def _uses_triton(config: HierKVConfig, pool: DevicePool) -> bool:
 
 
 def _kernels(
-    config: HierKVConfig, pools: HybridPools, ropes: list[LayerRope], page_size: int
+    config: HierKVConfig, pools: HybridPools, ropes: Sequence[list[LayerRope]], page_size: int
 ) -> ModuleType | Any:
     pool = pools.full
     if config.kernels == "numba" and pool.device.type == "cuda":
@@ -542,7 +549,8 @@ def _kernels(
         if pool.device.type == "cuda":
             _compile(gpu, pools, ropes, page_size)
         return gpu
-    spec = next((rope.spec for rope in ropes if rope.spec is not None), None)
+    known = [rope.spec for part in ropes for rope in part if rope.spec is not None]
+    spec = known[0] if known else None
     rope_kernels.warm_up(pool.dtype, spec)
     for dtype in {v.dtype for v in pool.v} - {pool.dtype}:  # rows of an index
         rope_kernels.warm_up(dtype)
@@ -550,16 +558,16 @@ def _kernels(
 
 
 def _compile(
-    kernels: ModuleType, pools: HybridPools, ropes: list[LayerRope], page_size: int
+    kernels: ModuleType, pools: HybridPools, ropes: Sequence[list[LayerRope]], page_size: int
 ) -> None:
     """Compiles the kernels of all layers now: the first load should not wait for a compiler."""
     start_s = time.monotonic()
     done = set()
-    layers = [
-        *zip(pools.full.k, (rope.spec for rope in ropes), strict=True),
-        *((v, None) for v in pools.full.v if v.shape[2]),
-        *((tensor, None) for part in pools.window_parts() for tensor in (*part.k, *part.v)),
-    ]
+    parts = [pools.full, *pools.window_parts()]
+    layers: list[tuple[torch.Tensor, Any]] = []
+    for part, of_layers in zip(parts, ropes, strict=True):
+        layers += zip(part.k, (rope.spec for rope in of_layers), strict=True)
+        layers += ((v, None) for v in part.v if v.shape[2])
     for tensor, spec in layers:
         kind = (tensor.dtype, tensor.shape[1:], tensor.stride(), id(spec))
         if kind not in done:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from sglang_ext.admission.window_question import WindowQuestion
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import LayerGroups
 from sglang_ext.device.pools import DevicePool, HybridPools
-from sglang_ext.device.rope_discovery import LayerRope, type_of_attention
+from sglang_ext.device.rope_discovery import LayerRope, discover_ropes, type_of_attention
 from sglang_ext.device.states.snapshots import Snapshots
 from sglang_ext.device.windows.block_groups import BlockGroups
 from sglang_ext.device.windows.window_layers import WindowLayers
@@ -23,7 +23,7 @@ from sglang_ext.tiers.store import PageStore
 
 logger = logging.getLogger(__name__)
 
-_REASON = "pages of models with window layers, states, drafts or an index are not moved"
+_REASON = "pages of models with states, drafts or an index, or with windows here, are not moved"
 
 
 def with_windows(config: HierKVConfig) -> HierKVConfig:
@@ -43,6 +43,29 @@ def with_windows(config: HierKVConfig) -> HierKVConfig:
 def bound_ropes(pool: DevicePool) -> list[LayerRope]:
     """Every layer's K is stored as the engine has it."""
     return [LayerRope(None, movable=False, reason=_REASON) for _ in range(pool.num_layers)]
+
+
+def ropes_of_parts(model: Any, pools: HybridPools, config: HierKVConfig) -> list[list[LayerRope]]:
+    """How K of each layer is stored: of the full layers' part, then of each window layers' group.
+
+    A page of the full layers and one of window layers go to another position together, or neither
+    does: where one layer's K cannot be moved, none is. Without truncation nothing is ever moved,
+    and K is stored as the engine has it.
+
+    Args:
+        model: SGLang's loaded model.
+        pools: of its full layers and its window layers.
+        config: the settings.
+    """
+    parts = [pools.full, *pools.window_parts()]
+    groups = pools.groups
+    if config.truncation == "off" or not isinstance(groups, LayerGroups):
+        return [bound_ropes(part) for part in parts]
+    layers = sorted({*groups.full, *groups.window})
+    ropes = dict(zip(layers, discover_ropes(model, pools.full, layers), strict=True))
+    if not all(rope.movable for rope in ropes.values()):
+        return [bound_ropes(part) for part in parts]
+    return [[ropes[layer] for layer in part] for part in groups.model_layers]
 
 
 def read_layers(runner: Any) -> set[int] | None:
@@ -71,28 +94,39 @@ def read_layers(runner: Any) -> set[int] | None:
     return expected
 
 
-def window_layers(cache: Any, pools: HybridPools, full: PageCopier) -> WindowLayers | None:
+def window_layers(
+    cache: Any, pools: HybridPools, full: PageCopier, ropes: Sequence[list[LayerRope]]
+) -> WindowLayers | None:
     """The window layers' groups, each with a copier into the same slots; None without any.
 
     Args:
         cache: SGLang's, which knows how far a window reaches.
         pools: the full layers' and the window layers'.
         full: the copier of the full layers.
+        ropes: of each group's layers.
     """
     if pools.groups is None:
         return None
     (component,) = [each for each in cache.components.values() if each.component_type.name == "SWA"]
-    copiers = [_copier_of(part, pools.groups, full) for part in pools.window_parts()]
+    copiers = [
+        _copier_of(part, pools.groups, full, of_layers)
+        for part, of_layers in zip(pools.window_parts(), ropes, strict=True)
+    ]
     return WindowLayers(
         component.full_window_pages, cache.page_size, tuple(copiers), pools.groups.model_layers
     )
 
 
-def _copier_of(part: DevicePool, groups: LayerGroups | BlockGroups, full: PageCopier) -> PageCopier:
+def _copier_of(
+    part: DevicePool,
+    groups: LayerGroups | BlockGroups,
+    full: PageCopier,
+    ropes: list[LayerRope],
+) -> PageCopier:
     layout = None
     if isinstance(groups, BlockGroups):
         layout = part.layout(full.page_size, full.layout, is_bound=True)
-    return full.for_pool(part, bound_ropes(part), layout)
+    return full.for_pool(part, ropes, layout)
 
 
 def place_questions_of(

@@ -15,8 +15,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
+from sglang_ext.device.composition import Composition
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.load_counter import LoadCounter
 from sglang_ext.device.load_pages import LoadPages, PageRun
@@ -169,19 +172,28 @@ class LoadThread:
         ]
 
     def _prepare(self, job: LoadJob, rows: Any) -> list[LoadPages]:
-        copier, slots = self._copiers[0], job.slots_of(0, len(self._copiers) - 1)
-        if job.composition is None:
-            return [copier.prepare_load(slots, rows, job.position)]
-        runs = [
-            PageRun(slots[run.pages], run.first_row, run.num_tokens) for run in job.composition.runs
-        ]
-        return copier.prepare_runs(runs, rows, job.position)
+        slots = job.slots_of(0, len(self._copiers) - 1)
+        return _prepared(self._copiers[0], slots, job.composition, rows, job.position)
 
     def _prepare_windows(
         self, job: LoadJob, windows: WindowRows, part: int, rows: Any
     ) -> list[LoadPages]:
         slots = job.slots_of(part, len(self._copiers) - 1)
-        return [self._copiers[part].prepare_load(slots, rows, windows.position)]
+        return _prepared(self._copiers[part], slots, windows.composition, rows, windows.position)
+
+
+def _prepared(
+    copier: PageCopier,
+    slots: npt.NDArray[np.int64],
+    composition: Composition | None,
+    rows: Any,
+    position: int,
+) -> list[LoadPages]:
+    """Pages as the copier loads them: those in `slots`, or made of them."""
+    if composition is None:
+        return [copier.prepare_load(slots, rows, position)]
+    runs = [PageRun(slots[run.pages], run.first_row, run.num_tokens) for run in composition.runs]
+    return copier.prepare_runs(runs, rows, position)
 
 
 def _state_slots(job: LoadJob, state_slot: Any) -> Any:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,19 +55,20 @@ class LayerRope:
 
 
 def discover_ropes(
-    model: torch.nn.Module, pool: DevicePool, first_layer: int = 0
+    model: torch.nn.Module, pool: DevicePool, layers: Sequence[int] | None = None
 ) -> list[LayerRope]:
     """Returns one ``LayerRope`` a layer.
 
     Args:
         model: SGLang's loaded model.
-        pool: its device pool.
-        first_layer: the model's number of the pool's first layer; of a pipeline stage.
+        pool: its device pool, or the one of several whose layers' rows are like those of all.
+        layers: numbers of the layers that are asked for; None: the pool's, from 0 on.
     """
-    attention = _attention_parents(model, range(first_layer, first_layer + pool.num_layers))
+    layers = range(pool.num_layers) if layers is None else layers
+    attention = _attention_parents(model)
     cache: dict[int, LayerRope] = {}
     ropes = []
-    for layer in range(pool.num_layers):
+    for layer in layers:
         parent = attention.get(layer)
         if parent is None:
             ropes.append(_bound("no attention module was found for the layer"))
@@ -83,7 +85,7 @@ def discover_ropes(
         # Learned or absolute positions go into K at the first layer, and where a bias dominates
         # the self-check hardly sees them.
         ropes = [_bound("no layer of the model has a rotary embedding") for _ in ropes]
-    _log_bound_layers(ropes)
+    _log_bound_layers(layers, ropes)
     return ropes
 
 
@@ -134,16 +136,14 @@ def rope_digest(ropes: list[LayerRope], mode: str) -> bytes:
     return digest.digest()
 
 
-def _attention_parents(model: torch.nn.Module, layers: range) -> dict[int, torch.nn.Module]:
-    """Attention modules by their place among some layers."""
+def _attention_parents(model: torch.nn.Module) -> dict[int, torch.nn.Module]:
+    """Attention modules by their layers' numbers."""
     modules = dict(model.named_modules())
     parents: dict[int, torch.nn.Module] = {}
     for name, module in modules.items():
         if type(module).__name__ != "RadixAttention" or module.is_cross_attention:
             continue
-        layer = int(module.layer_id)
-        if layer in layers:
-            parents[layer - layers.start] = modules[name.rpartition(".")[0]]
+        parents[int(module.layer_id)] = modules[name.rpartition(".")[0]]
     return parents
 
 
@@ -218,12 +218,12 @@ def _rotate_with(module: Any, pool: DevicePool) -> Any:
     return rotate
 
 
-def _log_bound_layers(ropes: list[LayerRope]) -> None:
+def _log_bound_layers(layers: Sequence[int], ropes: list[LayerRope]) -> None:
     reasons = {rope.reason for rope in ropes if rope.reason}
     for reason in sorted(reasons):
-        layers = [index for index, rope in enumerate(ropes) if rope.reason == reason]
+        bound = [layer for layer, rope in zip(layers, ropes, strict=True) if rope.reason == reason]
         logger.warning(
             "hier-kv: K of layers %s is kept as the engine has it, valid at its own position: %s",
-            layers,
+            bound,
             reason,
         )

@@ -85,14 +85,16 @@ class WindowRows:
     """Rows of a model's window layers, of pages that follow one another.
 
     Attributes:
-        num_pages: N.
-        token_slots: `[N * P]`, rows of the window layers' pool.
+        num_pages: stored pages of each group that they are loaded from.
+        token_slots: rows of the window layers' pool, of whole pages.
         position: position of the first token.
+        composition: how the pages are made of the stored ones; None: they are these.
     """
 
     num_pages: int
     token_slots: torch.Tensor
     position: int
+    composition: Composition | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,8 @@ class LoadJob:
             `windows`, of one group of window layers after the other, or, with `state`, its parts.
         token_slots: `[N * P]`, rows of the device pool.
         position: position of the first token.
-        composition: how the pages are made of the ticket's; None: they are the ticket's.
+        composition: how the pages of the full layers are made of the ticket's; None: they are
+            the ticket's.
         windows: where the window layers' go; None where there are none to load.
         state: where the state goes; None where there is none to load.
     """

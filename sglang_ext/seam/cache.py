@@ -158,7 +158,14 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.linker = HierKVLinkerWrapper(self, linker, tree, pages, place_questions)
         self._follow_tiers(config, linker.store, num_pages)
         self.taint = TaintKeeper(
-            pages, tree, self.linker, self.req_to_token_pool, is_alone=group is None
+            pages,
+            tree,
+            self.linker,
+            self.req_to_token_pool,
+            is_alone=group is None,
+            # Rows of window layers come and go by themselves. So whoever wants exact KV of a cut
+            # prompt is kept apart there (`Truncator`), and all others go on from what there is.
+            replaces=not linker.is_hybrid,
         )
         self.misses = MissKeeper(linker.store, self.page_size, by_tenant=bool(self._quotas.shares))
         self.session_turns = SessionTurns(self.session, linker.store.counters)
@@ -170,7 +177,8 @@ class HierKVRadixCache(UnifiedRadixCache):
             linker.store,
             self.admission,
             page_size=self.page_size,
-            is_movable=lambda: linker.copier.movable,
+            is_movable=lambda: linker.movable,
+            windows=self.linker.windows,
         )
 
     def _follow_tiers(self, config: HierKVConfig, store: PageStore, num_pages: int) -> None:
@@ -321,6 +329,19 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     # ---- saves ----
 
+    def swa_retain_floor(self, req: Any) -> int | None:
+        """Tokens of a running request before which SGLang may free window layers' rows.
+
+        Where windows may go to other positions, a page more than SGLang keeps: there a window may
+        begin inside of a page.
+        """
+        layers = self.hier_linker.windows
+        if layers is None or not self.hier_linker.movable:
+            floor: int | None = super().swa_retain_floor(req)
+            return floor
+        kept = (layers.num_pages + 1) * layers.page_size
+        return max(0, int(req.seqlen) - 1 - kept)
+
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Inserts a request's tokens in the tree; new nodes are queued for saving."""
         with naming.pages_of(req):
@@ -336,7 +357,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         if not has_nameable_pages(req):
             space = None  # the tree has others' images in the place of its own
         if space is not None and self.linker.windows is not None:
-            self.linker.windows.save(req, space, up_to)
+            placed = partial(self.truncated.place_of_save, req)
+            self.linker.windows.save(req, space, up_to, placed)
         behind_saves = None
         if space is not None and self.linker.states is not None:
             behind_saves = self.linker.states.save(req, space, up_to)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -136,6 +137,16 @@ class HierKVLinker(UnifiedCacheLinker):
         return [*pages, *(layer for tensor in states for layer in tensor)]
 
     @property
+    def copiers(self) -> Sequence[PageCopier]:
+        """Of the full layers, then of each group of window layers."""
+        return self._copiers
+
+    @property
+    def movable(self) -> bool:
+        """Whether K of every layer can be loaded at another position than it was saved at."""
+        return all(copier.movable for copier in self._copiers)
+
+    @property
     def is_hybrid(self) -> bool:
         """Whether the model has window layers in a pool of their own, or states."""
         return self.windows is not None or self.snapshots is not None
@@ -174,8 +185,7 @@ class HierKVLinker(UnifiedCacheLinker):
             hashes = place.composition.hashes
         windows = None
         if self.windows is not None:
-            windows = self._window_rows(transfers[1], place.position, len(hashes))
-            wanted = self.windows.entries(hashes[self.windows.window_of(len(hashes))])
+            windows, wanted = self._window_rows(transfers[1], place, hashes)
             hashes = np.concatenate([hashes, wanted])
         state = None
         if self.snapshots is not None:
@@ -201,12 +211,20 @@ class HierKVLinker(UnifiedCacheLinker):
         assert transfer.name == PoolName.MAMBA
         return StateSlot(self.snapshots.num_parts, transfer.device_indices)
 
-    def _window_rows(self, transfer: Any, position: int, num_pages: int) -> WindowRows:
-        """Rows that SGLang took for the window layers, of the last pages of a load."""
+    def _window_rows(
+        self, transfer: Any, place: Place, hashes: Hashes
+    ) -> tuple[WindowRows, Hashes]:
+        """Rows that SGLang took for the window layers, of the last pages of a load; their keys."""
         assert self.windows is not None
-        window = self.windows.window_of(num_pages)
-        first = position + window.start * self.windows.page_size
-        return WindowRows(num_pages - window.start, transfer.device_indices, first)
+        made = None if place.composition is None else self.windows.window_in(place.composition)
+        if made is not None:
+            first, stored = made.start, made.hashes
+        else:
+            window = self.windows.window_of(len(hashes))
+            first = place.position + window.start * self.windows.page_size
+            stored = hashes[window]
+        rows = WindowRows(len(stored), transfer.device_indices, first, made)
+        return rows, self.windows.entries(stored)
 
     def _pin(self, place: Place, hashes: Hashes, windows: WindowRows | None) -> LoadTicket | None:
         ticket = self.store.pin_ready(place.space, hashes, place.max_quality)
@@ -218,7 +236,7 @@ class HierKVLinker(UnifiedCacheLinker):
         elif windows is None:
             damaged = self.find_damaged(ticket.slots, position)
         else:
-            damaged = self._damaged_parts(ticket, place.position, windows)
+            damaged = self._damaged_parts(ticket, position, windows)
         if not len(damaged):
             return ticket
         self.store.drop_damaged(ticket, damaged)
@@ -226,31 +244,39 @@ class HierKVLinker(UnifiedCacheLinker):
         return None
 
     def find_damaged(
-        self, slots: npt.NDArray[np.int32], position: int | None
+        self, slots: npt.NDArray[np.int32], position: int | None, part: int = 0
     ) -> npt.NDArray[np.int64]:
         """Pages in DRAM that cannot be loaded at a position, or at any (None); logged.
+
+        Args:
+            slots: i32 `[n]`, of pages of one part.
+            position: of the first one's first token.
+            part: 0 for the full layers, 1 and on for groups of window layers.
 
         Returns:
             Indices into `slots`.
         """
+        copier = self._copiers[part]
         if position is None:
-            damaged = self.copier.damaged(slots.astype(np.int64))
+            damaged = copier.damaged(slots.astype(np.int64))
         else:
-            damaged = self.copier.unusable(slots.astype(np.int64), position)
+            damaged = copier.unusable(slots.astype(np.int64), position)
         if len(damaged):
             logger.warning("hier-kv: %d pages in DRAM are damaged and dropped", len(damaged))
         return damaged
 
     def _damaged_parts(
-        self, ticket: LoadTicket, position: int, windows: WindowRows
+        self, ticket: LoadTicket, position: int | None, windows: WindowRows
     ) -> npt.NDArray[np.int64]:
         """As `find_damaged`, of the full layers' pages and of each group of window layers."""
         num_groups = len(self._copiers) - 1
         num_full = len(ticket.slots) - num_groups * windows.num_pages
         found = [self.find_damaged(ticket.slots[:num_full], position)]
-        for first in range(num_full, len(ticket.slots), windows.num_pages):
+        of_window = None if position is None else windows.position
+        for group in range(num_groups):
+            first = num_full + group * windows.num_pages
             slots = ticket.slots[first : first + windows.num_pages]
-            found.append(first + self.find_damaged(slots, windows.position))
+            found.append(first + self.find_damaged(slots, of_window, part=group + 1))
         return np.concatenate(found)
 
     def _damaged_with_state(
@@ -268,10 +294,21 @@ class HierKVLinker(UnifiedCacheLinker):
 
     def queued_quality(self, rid: str) -> Qualities:
         """Quality of the pages of a request's queued load, u8 `[N]`."""
-        job = self._pending_loads[rid]
-        if job.composition is None:
-            return job.ticket.quality[: len(job.slots_of(0, len(self._copiers) - 1))]
-        return job.composition.worst_of(job.ticket.quality, int(Quality.APPROXIMATED))
+        job, num_groups = self._pending_loads[rid], len(self._copiers) - 1
+        stored = job.ticket.quality[: len(job.slots_of(0, num_groups))]
+        made = job.composition
+        quality = stored if made is None else made.worst_of(stored, int(Quality.APPROXIMATED))
+        windows = job.windows
+        if windows is None:
+            return quality
+        of_groups = job.ticket.quality[len(stored) :].reshape(num_groups, windows.num_pages)
+        of_window, made = of_groups.max(axis=0), windows.composition
+        if made is not None:
+            of_window = made.worst_of(of_window)
+        quality = quality.copy()
+        last = quality[len(quality) - len(of_window) :]
+        np.maximum(last, of_window, out=last)
+        return quality
 
     def start_layer_wise_loading(self) -> int:
         """Starts all queued loads as one batch; returns its index, -1 when there are none."""
@@ -440,6 +477,12 @@ class HierKVLinker(UnifiedCacheLinker):
         """
         if self._closed or self.windows is None:
             return False
+        num_groups, quality, aliased = self.windows.num_groups, place.quality, place.aliased
+        place = replace(
+            place,
+            quality=None if quality is None else np.tile(quality, num_groups),
+            aliased=None if aliased is None else np.tile(aliased, num_groups),
+        )
         return self._saves.offer(
             place,
             self.windows.entries(hashes),

@@ -13,18 +13,21 @@ from __future__ import annotations
 import json
 import logging
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
 from sglang_ext.seam.hooks.loaded_models import draft_runners
+from sglang_ext.seam.linker import HierKVLinker
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +35,10 @@ _NUM_TOKENS = 64
 # Rows may differ by the rounding of one K value and of the layers before; a wrong rotation moves
 # them by about their own size.
 _TOLERANCE = 0.05
+# What SGLang's models call the weights that stand for a token without K and V (gpt-oss, MiMo V2).
+_SINKS = (".sinks", ".attention_sink_bias")
+# As a logit in any dtype: its share of the attention is nothing.
+_NO_SINK = -1e4
 
 
 def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
@@ -41,9 +48,10 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
         scheduler: SGLang's scheduler, before its first step.
         cache: its cache.
     """
-    copier = cache.hier_linker.copier
+    copier, copiers = cache.hier_linker.copier, cache.hier_linker.copiers
     runner = scheduler.tp_worker.model_runner
-    if cache.hier_linker.is_hybrid or copier.pool.has_index or draft_runners(runner):
+    is_hybrid = cache.hier_linker.is_hybrid
+    if copier.pool.has_index or draft_runners(runner) or not _may_move(cache.hier_linker):
         return  # every layer is bound already
 
     def release() -> None:
@@ -52,29 +60,84 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
         runner.token_to_kv_pool_allocator.clear()
 
     try:
-        slots = _prefill_identical(scheduler, cache)
+        with _without_sinks(runner.model):
+            slots = _prefill_identical(scheduler, cache)
     except Exception as error:
         logger.warning(
             "hier-kv: the self-check could not run (%s); K is stored position-bound", error
         )
-        copier.bind_all(f"the self-check could not run: {error}")
+        for each in copiers:
+            each.bind_all(f"the self-check could not run: {error}")
         release()
         _bind_what_others_bound(cache, range(copier.pool.num_layers))
         return
     try:
         failed = check_layers(copier.pool, copier.ropes, slots)
+        failed_windows = _check_windows(runner, copiers[1:], slots)
     finally:
         release()
-    for layer, spread in failed.items():
-        copier.bind(layer, f"rows differ by {spread:.2f} after the rotation was taken out")
+    if is_hybrid and (failed or failed_windows):
+        _bind_hybrid(copiers, len(failed) + failed_windows)
+    else:
+        for layer, spread in failed.items():
+            copier.bind(layer, f"rows differ by {spread:.2f} after the rotation was taken out")
     _bind_what_others_bound(cache, failed)
-    movable = sum(rope.movable for rope in copier.ropes)
+    ropes = [rope for each in copiers for rope in each.ropes]
     logger.info(
         "hier-kv: self-check: the rotation of %d of %d layers is understood",
-        movable,
-        copier.pool.num_layers,
+        sum(rope.movable for rope in ropes),
+        len(ropes),
     )
     cache.metrics_reporter_hier.set_info(self_check_failed_layers=sorted(failed))
+
+
+def _may_move(linker: HierKVLinker) -> bool:
+    """Whether anything is to be checked; of a hybrid all layers are bound, or none is."""
+    return linker.movable or not linker.is_hybrid
+
+
+def _check_windows(
+    runner: Any,
+    copiers: Sequence[PageCopier],
+    slots: np.ndarray[Any, np.dtype[np.int64]],
+) -> int:
+    """How many window layers fail; see `check_layers`. A layer may be in two groups."""
+    if not copiers:
+        return 0
+    pool = copiers[0].pool
+    full = torch.as_tensor(slots, device=pool.device)
+    rows = runner.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(full)
+    at = rows.to(torch.int64).cpu().numpy()
+    return sum(len(check_layers(each.pool, each.ropes, at)) for each in copiers)
+
+
+def _bind_hybrid(copiers: Sequence[PageCopier], num_failed: int) -> None:
+    """Of a hybrid all layers go to another position, or none does."""
+    for each in copiers:
+        each.bind_all("some layers failed the self-check")
+    logger.warning(
+        "hier-kv: self-check: the rotation of %d layers is not understood, so no page of this "
+        "hybrid can be moved",
+        num_failed,
+    )
+
+
+@contextmanager
+def _without_sinks(model: torch.nn.Module) -> Iterator[None]:
+    """Takes the sinks of attention out of a model, which is put back as it was.
+
+    A sink takes a share of the attention that shrinks with the number of tokens, so with it rows of
+    identical tokens are not the same.
+    """
+    sinks = [value for name, value in model.named_parameters() if name.endswith(_SINKS)]
+    kept = [value.detach().clone() for value in sinks]
+    try:
+        for value in sinks:
+            value.data.fill_(_NO_SINK)
+        yield
+    finally:
+        for value, before in zip(sinks, kept, strict=True):
+            value.data.copy_(before)
 
 
 def _bind_what_others_bound(cache: HierKVRadixCache, failed: Iterable[int]) -> None:

@@ -46,6 +46,7 @@ class TaintKeeper:
         wrapper: overwrites pages, and saves them again.
         req_to_token_pool: SGLang's, with each request's rows.
         is_alone: no other rank decides by a tree that is as this one.
+        replaces: pages of the tree are made better in place; else the tree keeps what it has.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class TaintKeeper:
         req_to_token_pool: Any,
         *,
         is_alone: bool = True,
+        replaces: bool = True,
     ) -> None:
         self.pages = pages
+        self._replaces = replaces
         self._is_alone = is_alone
         self._tree = tree
         self._wrapper = wrapper
@@ -123,6 +126,11 @@ class TaintKeeper:
         on_device = min(matched, len(keys))
         own = -(-req.kv.cache_protected_len // page_size)  # the tree's are before
         worse = own + np.flatnonzero(self.pages.of(keys[own:on_device]) > quality[own:on_device])
+        if not self._replaces:  # SGLang may take the request's rows, or some of them
+            both = slice(own, on_device)
+            quality[both] = np.maximum(quality[both], self.pages.of(keys[both]))
+            self.pages.note(keys[both], quality[both])
+            worse = worse[:0]
         try:
             rows = self._overwrite(req, node_id, worse)
         except Exception:

@@ -111,7 +111,13 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         self.windows: WindowPages | None = None
         if cache_linker.windows is not None:
             self.windows = WindowPages(
-                cache_linker.windows, cache_linker.store, tree, self, offers_stored=is_one_of_many
+                cache_linker.windows,
+                cache_linker.store,
+                tree,
+                self,
+                pages=pages,
+                may_move=cache_linker.movable,
+                offers_stored=is_one_of_many,
             )
         self.states: StatePages | None = None
         if cache_linker.snapshots is not None:
@@ -220,10 +226,10 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
     def _num_loadable(self, req: Any, space: KeySpace, device_len: int, tail: list[str]) -> int:
         """Pages behind the device prefix that can be loaded."""
         hashes, lineage = hashes_from_hex(tail), lineage_of(req)
-        if self.resumption is not None and self.cache.admission.decides_alone:
-            return self.resumption.num_loadable(space, hashes, max_quality_of(req))
         if lineage is not None:
             return self.cache.truncated.ready_pages(req, lineage, space, device_len, hashes)
+        if self.resumption is not None and self.cache.admission.decides_alone:
+            return self.resumption.num_loadable(space, hashes, max_quality_of(req))
         return self.cache.admission.num_loadable(
             req.cache_request_handle,
             space,

@@ -42,6 +42,7 @@ def names_of(
     *,
     extra_key: str | None,
     salt: str | None,
+    is_exact: bool = False,
 ) -> dict[int, str]:
     """Names of the lineages that a prompt passed through, by where their tail begins.
 
@@ -51,8 +52,9 @@ def names_of(
         cut: where it is cut.
         extra_key: of the client and the adapter (`tenancy.tree_key`).
         salt: the client's.
+        is_exact: for requests that want exact KV, apart from all others.
     """
-    parts = encode_parts("cut", extra_key, salt, cut.head)
+    parts = encode_parts("exact cut" if is_exact else "cut", extra_key, salt, cut.head)
     digest = hmac.new(secret, parts, hashlib.sha256)
     names: dict[int, str] = {}
     view, done = memoryview(tokens).cast("B"), 0

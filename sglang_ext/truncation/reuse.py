@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,18 @@ Bools = npt.NDArray[np.bool_]
 _KNOWN = 0xFF  # in DRAM, on disk, or on its way
 
 
+class Windows(Protocol):
+    """Where prompts of a model with window layers in a pool of their own can be gone on behind."""
+
+    def resumable_part(
+        self, space: KeySpace, made: Composition, states: int, max_quality: int
+    ) -> Composition | None:
+        """What of a composition of full layers' pages can be gone on behind, if anything."""
+
+    def keys_of(self, made: Composition) -> Hashes:
+        """Keys of all that a composition is made of, its window with it."""
+
+
 class TruncatedReuse:
     """Compositions of truncated requests, for one cache.
 
@@ -38,6 +50,7 @@ class TruncatedReuse:
         admission: of the waiting requests.
         page_size: P.
         is_movable: whether K can be moved to other positions now.
+        windows: of a model that has some; None of any other.
     """
 
     def __init__(
@@ -47,11 +60,13 @@ class TruncatedReuse:
         *,
         page_size: int,
         is_movable: Callable[[], bool],
+        windows: Windows | None = None,
     ) -> None:
         self._store = store
         self._admission = admission
         self._page_size = page_size
         self.is_movable = is_movable
+        self._windows = windows
 
     # ---- matches ----
 
@@ -160,8 +175,11 @@ class TruncatedReuse:
         if composition is None:
             num_on_device = min(device_pages, len(hashes))
             return ReusablePrefix(space, hashes, num_on_device, limit, prompt_tokens=num_tokens)
+        keys = composition.hashes
+        if self._windows is not None:
+            keys = self._windows.keys_of(composition)
         return ReusablePrefix(
-            space, composition.hashes, 0, limit,
+            space, keys, 0, limit,
             prompt_tokens=num_tokens, tokens_before=device_pages * size,
         )  # fmt: skip
 
@@ -226,7 +244,10 @@ class TruncatedReuse:
         others = lineage.sources(end, if_movable) if _may_take_others(req) else []
         if not self._admission.decides_alone:
             agree_on([own, *others], device_len, end, size, self._admission.everywhere)
-        return compose(device_len, end, size, own, others)
+        found = compose(device_len, end, size, own, others)
+        if found is None or self._windows is None:
+            return found
+        return self._windows.resumable_part(space, found, need, limit)
 
     # ---- saves ----
 

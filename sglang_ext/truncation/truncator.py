@@ -6,6 +6,7 @@ import logging
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
+from sglang_ext.provenance.request_state import wants_exact
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.truncation.cut import Cut, CutRule
 from sglang_ext.truncation.lineage import ChainHash, CutLineage, lineage_of, names_of
@@ -35,6 +36,8 @@ class Truncator:
         page_size: P.
         hash_of: page hashes of (tokens, extra_key, salt), u8 `[N, 32]`.
         tokenizer: tells where messages begin; None for none.
+        parts_exact: cut prompts of requests that want exact KV are lineages of their own: the
+            device tree cannot put exact pages in the place of others.
 
     Raises:
         HierKVConfigError: the settings leave nothing of the context to cut to.
@@ -51,6 +54,7 @@ class Truncator:
         page_size: int,
         hash_of: ChainHash,
         tokenizer: Any,
+        parts_exact: bool = False,
     ) -> None:
         self.mode = config.truncation
         self.secret = secret
@@ -59,6 +63,7 @@ class Truncator:
         self._max_input_len = max_input_len
         self.hash_of = hash_of
         self._marks = _marks_of(tokenizer)
+        self._parts_exact = parts_exact
         try:
             self._rule = CutRule(
                 max_req_len - 1,
@@ -119,7 +124,14 @@ class Truncator:
 
     def _lineage(self, req: Any, cut: Cut) -> CutLineage:
         tokens = req.origin_input_ids[:]
-        names = names_of(self.secret, tokens, cut, extra_key=req.extra_key, salt=req.cache_salt)
+        names = names_of(
+            self.secret,
+            tokens,
+            cut,
+            extra_key=req.extra_key,
+            salt=req.cache_salt,
+            is_exact=self._parts_exact and wants_exact(req),
+        )
         return CutLineage(tokens, cut, req.extra_key, req.cache_salt, names, self.hash_of)
 
 

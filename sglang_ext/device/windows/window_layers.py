@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.device.composition import Composition
 from sglang_ext.device.copier import PageCopier
 
 Hashes = npt.NDArray[np.uint8]
@@ -52,6 +53,23 @@ class WindowLayers:
     def window_of(self, end: int) -> slice:
         """The pages that going on behind the first `end` pages needs."""
         return slice(max(0, end - self.num_pages), end)
+
+    def moved_window_of(self, end: int) -> slice:
+        """The pages that going on behind them needs elsewhere, where they may begin inside a page.
+
+        A window that ends anywhere in the last of these pages lies in them.
+        """
+        return slice(max(0, end - self.num_pages - 1), end)
+
+    def window_in(self, composition: Composition) -> Composition:
+        """How the window behind the last page of a composition is made."""
+        window = self.window_of(composition.num_pages)
+        return composition.part(window.start, window.stop - window.start)
+
+    def keys_of(self, composition: Composition) -> Hashes:
+        """Keys of all that a composition is made of, as a load has them: see `page_keys`."""
+        window = self.window_in(composition)
+        return np.concatenate([composition.hashes, self.entries(window.hashes)])
 
 
 def group_hashes(hashes: Hashes, group: int) -> Hashes:

@@ -86,7 +86,9 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     cache.bind_scheduler(self, build_truncator(self, cache.hier_config, cache.page_size))
     check_transfer(self, cache)
     run_self_check(self, cache)
-    ropes = cache.hier_linker.copier.ropes
+    # Window layers are stored as the full ones are: where these are bound, all are.
+    copiers = cache.hier_linker.copiers if cache.hier_linker.movable else [cache.hier_linker.copier]
+    ropes = [rope for copier in copiers for rope in copier.ropes]
     cache.identity.add_rope(rope_digest(ropes, cache.hier_config.rope))
     try:
         cache.identity.open(cache.store)

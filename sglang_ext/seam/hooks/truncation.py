@@ -55,6 +55,7 @@ def build_truncator(scheduler: Any, config: HierKVConfig, page_size: int) -> Tru
         page_size=page_size,
         hash_of=page_hasher(page_size),
         tokenizer=scheduler.tokenizer,
+        parts_exact=scheduler.tree_cache.hier_linker.is_hybrid,
     )
 
 

@@ -12,10 +12,11 @@ import numpy as np
 
 from sglang_ext.device.transfers import Hashes
 from sglang_ext.seam.radix_tree import RadixTree
+from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.tiers.store.types import READY
 
-_STORED = 0xFF  # any bit of a page's state
+STORED = 0xFF  # any bit of a page's state
 
 
 class ResumablePages(ABC):
@@ -39,7 +40,7 @@ class ResumablePages(ABC):
         """Pages that a plan has room for, with what is needed beside them."""
 
     @abstractmethod
-    def _resume(self, space: KeySpace, tail: Hashes, states: int) -> int:
+    def _resume(self, space: KeySpace, tail: Hashes, states: int, max_quality: int = ANY) -> int:
         """Pages of a tail whose full layers are all there behind which one can go on."""
 
     @abstractmethod
@@ -60,7 +61,7 @@ class ResumablePages(ABC):
             max_quality: the worst that may be loaded.
         """
         num = self._store.ready_prefix(space, tail, max_quality)
-        return self._resume(space, tail[:num], READY)
+        return self._resume(space, tail[:num], READY, max_quality)
 
     def wish(
         self, space: KeySpace, hashes: Hashes, num_on_device: int, limit: int
@@ -80,7 +81,7 @@ class ResumablePages(ABC):
         """
         tail = hashes[num_on_device:limit]
         num = self._store.locate_prefix(space, tail).total
-        end = self._resume(space, tail[: min(num, self.most_pages)], _STORED)
+        end = self._resume(space, tail[: min(num, self.most_pages)], STORED)
         wanted = [hashes[: num_on_device + end]]
         if end:
             wanted.append(self._beside(tail, end))

@@ -23,6 +23,7 @@ from sglang_ext.seam.hybrids.resumable_pages import ResumablePages
 from sglang_ext.seam.hybrids.state_choice import PathState, worth_keeping
 from sglang_ext.seam.page_hash import request_key
 from sglang_ext.seam.radix_tree import RadixTree, StateNode
+from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.tiers.store.types import Rows
 
@@ -77,8 +78,11 @@ class StatePages(ResumablePages):
         """Pages that a plan has room for, with a state."""
         return max(0, self._store.max_lone_plan_pages - self._snapshots.num_parts)
 
-    def _resume(self, space: KeySpace, tail: Hashes, states: int) -> int:
-        """Where stored pages can be gone on behind, when all full layers' parts are there."""
+    def _resume(self, space: KeySpace, tail: Hashes, states: int, max_quality: int = ANY) -> int:
+        """Where stored pages can be gone on behind, when all full layers' parts are there.
+
+        Pages of these models are all exact, so no limit of quality keeps any out.
+        """
         if not len(tail):
             return 0
         flags = self._store.page_states(space, part_hashes(tail, 0))[0]

@@ -8,19 +8,27 @@ Scheduler's thread only.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from sglang_ext.device.composition import Composition
 from sglang_ext.device.transfers import Hashes, Place, hashes_from_hex
 from sglang_ext.device.windows.window_layers import WindowLayers, resume_length
 from sglang_ext.provenance.request_state import find_state, state_of
-from sglang_ext.seam.hybrids.resumable_pages import ResumablePages
+from sglang_ext.provenance.tree_quality import DeviceProvenance
+from sglang_ext.seam.hybrids.resumable_pages import STORED, ResumablePages
 from sglang_ext.seam.page_hash import request_key
 from sglang_ext.seam.radix_tree import RadixTree, TreeNode
+from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store import KeySpace, PageStore
 from sglang_ext.tiers.store.types import Rows
+
+# A place of a save and its number of pages, to that with what of them is not stored again.
+Placed = Callable[[Place, int], Place]
 
 
 class WindowSaver(Protocol):
@@ -37,6 +45,8 @@ class WindowPages(ResumablePages):
         layers: how they are stored.
         store: see `ResumablePages`, as the rest.
         saver: what saves.
+        pages: quality of the pages in the tree.
+        may_move: what is saved may be resumed at other positions, too.
     """
 
     def __init__(
@@ -46,11 +56,15 @@ class WindowPages(ResumablePages):
         tree: RadixTree,
         saver: WindowSaver,
         *,
+        pages: DeviceProvenance,
+        may_move: bool,
         offers_stored: bool = False,
     ) -> None:
         super().__init__(store, tree, offers_stored=offers_stored)
         self._layers = layers
         self._saver = saver
+        self._pages = pages
+        self._may_move = may_move
 
     # ---- hits ----
 
@@ -75,16 +89,52 @@ class WindowPages(ResumablePages):
         """Keys of all parts of some pages: of the full layers, then group by group."""
         return self._layers.page_keys(hashes)
 
-    def _resume(self, space: KeySpace, tail: Hashes, states: int) -> int:
+    def _resume(self, space: KeySpace, tail: Hashes, states: int, max_quality: int = ANY) -> int:
         """Where stored pages can be gone on behind, when all full layers' parts are there."""
         if not len(tail):
             return 0
-        flags = self._store.page_states(space, self._layers.entries(tail))[0]
-        there = (flags.reshape(self._layers.num_groups, -1) & np.uint8(states) != 0).all(axis=0)
+        there = self._has_windows(space, tail, states, max_quality)
         return resume_length(np.ones(len(tail), np.bool_), there, self._layers.num_pages)
+
+    def _has_windows(
+        self, space: KeySpace, hashes: Hashes, states: int, max_quality: int
+    ) -> npt.NDArray[np.bool_]:
+        """Of which pages the window layers' parts are all in one of `states`; bool `[N]`."""
+        flags, quality = self._store.page_states(space, self._layers.entries(hashes))
+        usable = (flags & np.uint8(states) != 0) & (quality <= max_quality)
+        there: npt.NDArray[np.bool_] = usable.reshape(self._layers.num_groups, -1).all(axis=0)
+        return there
 
     def _beside(self, tail: Hashes, end: int) -> Hashes:
         return self._layers.entries(tail[self._layers.window_of(end)])
+
+    # ---- prompts that are made of other pages ----
+
+    def resumable_part(
+        self, space: KeySpace, made: Composition, states: int, max_quality: int
+    ) -> Composition | None:
+        """What of a composition can be gone on behind; None where that is nowhere.
+
+        Args:
+            space: where the stored pages belong.
+            made: of stored pages of full layers.
+            states: any of these of a stored page of window layers is enough.
+            max_quality: the worst that may be loaded.
+        """
+        # A run may take one page more than it makes.
+        most = self.most_pages - self._layers.num_groups - 2 * len(made.runs)
+        if most < 1:
+            return None
+        if made.num_pages > most:
+            made = made.part(0, most)
+        lacks = ~self._has_windows(space, made.hashes, states, max_quality)
+        there = made.worst_of(lacks.astype(np.uint8)) == 0
+        num = resume_length(np.ones(made.num_pages, np.bool_), there, self._layers.num_pages)
+        return made.part(0, num) if num else None
+
+    def keys_of(self, made: Composition) -> Hashes:
+        """Keys of all that a composition is made of, its window with it."""
+        return self._layers.keys_of(made)
 
     # ---- saves ----
 
@@ -101,13 +151,14 @@ class WindowPages(ResumablePages):
         furthest = max(device + num_stored, result.full_kv_hit_length // size)
         state_of(req).resume_pages = {device, furthest} - {0}
 
-    def save(self, req: Any, space: KeySpace, up_to: int) -> None:
+    def save(self, req: Any, space: KeySpace, up_to: int, placed: Placed) -> None:
         """Saves the windows at which a request's prompt may be resumed.
 
         Args:
             req: a request that was just inserted in the tree, or inserted again.
             space: the request's.
             up_to: tokens of it that are in the tree at most.
+            placed: says of a place and a number of pages there what of it need not be stored.
         """
         state = find_state(req)
         ends = set() if state is None else set(state.resume_pages)
@@ -120,28 +171,43 @@ class WindowPages(ResumablePages):
         num_pages, nodes = self._tree.window_path(request_key(req, up_to, size))
         for end in sorted(ends):
             if end <= num_pages:
-                self._save_end(space, nodes, end)
+                self._save_end(space, nodes, end, placed)
         if state is not None:
             state.resume_pages = {end for end in state.resume_pages if end > num_pages}
 
-    def _save_end(self, space: KeySpace, nodes: list[TreeNode], end: int) -> None:
+    def _save_end(self, space: KeySpace, nodes: list[TreeNode], end: int, placed: Placed) -> None:
         """Saves what going on behind `end` pages needs, if the device has all of it."""
-        window = self._layers.window_of(end)
-        hashes = hashes_from_hex([page for node in nodes for page in node.hashes][:end])
-        inside = [n for n in nodes if n.first < window.stop and n.end > window.start]
-        if any(node.window_rows is None for node in inside):
+        window, inside = self._layers.window_of(end), None
+        if self._may_move:
+            wider = self._layers.moved_window_of(end)
+            inside = _with_rows(nodes, wider)
+            window = window if inside is None else wider
+        inside = inside or _with_rows(nodes, window)
+        if inside is None:
             return
-        entries = self._layers.entries(hashes[window])
-        is_stored = bool((self._store.page_states(space, entries)[0] != 0).all())
-        if is_stored and not self._offers_stored:
-            return
+        keys = [page for node in nodes for page in node.hashes][:end]
+        hashes = hashes_from_hex(keys)
         size = self._layers.page_size
+        whole = Place(space, window.start * size, hashes)
+        needless = self._has_windows(space, hashes[window], STORED, ANY)
+        aliased = placed(whole, window.stop - window.start).aliased
+        if aliased is not None:
+            needless |= aliased
+        if needless.all() and not self._offers_stored:
+            return
         for node in inside:
             first, stop = max(node.first, window.start), min(node.end, window.stop)
             assert node.window_rows is not None
             rows = node.window_rows[(first - node.first) * size : (stop - node.first) * size]
-            place = Place(space, first * size, hashes[:stop])
+            quality = self._pages.of(keys[first:stop]) if self._pages else None
+            place = placed(Place(space, first * size, hashes[:stop], quality), stop - first)
             if not self._saver.save_window(node.node_id, place, hashes[first:stop], rows):
                 return
-        if not is_stored:
+        if not needless.all():
             self._store.counters.add("saved_windows")
+
+
+def _with_rows(nodes: list[TreeNode], window: slice) -> list[TreeNode] | None:
+    """The nodes in which pages lie, if the device has the window layers' rows of all."""
+    inside = [n for n in nodes if n.first < window.stop and n.end > window.start]
+    return None if any(node.window_rows is None for node in inside) else inside

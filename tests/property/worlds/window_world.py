@@ -55,6 +55,7 @@ from sglang_ext.device.layout import LayerGroups, PageLayout  # noqa: E402
 from sglang_ext.device.local_pages import LocalPages  # noqa: E402
 from sglang_ext.device.pools import DevicePool, describe_pools  # noqa: E402
 from sglang_ext.device.ports.host import HostPort  # noqa: E402
+from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.device.transfers import hashes_from_hex  # noqa: E402
 from sglang_ext.device.windows.block_groups import BlockGroups  # noqa: E402
 from sglang_ext.device.windows.window_layers import group_hashes  # noqa: E402
@@ -243,6 +244,11 @@ class WindowWorld:
 
     server_args: ClassVar[Any] = SimpleNamespace()
     model_config: ClassVar[Any] = SimpleNamespace(is_multimodal=False)
+    exact_only = True  # no page is anything but exact
+
+    def ropes_of(self, pool: DevicePool) -> list[LayerRope]:
+        """How K of each layer of a part is stored."""
+        return bound_ropes(pool)
 
     def __init__(
         self,
@@ -294,7 +300,7 @@ class WindowWorld:
         pools = describe_pools(self.kv_pool, {*FULL, *WINDOWED} if two_shapes else None)
         assert pools.groups is not None
         assert isinstance(pools.groups, BlockGroups) == two_shapes
-        ropes = bound_ropes(pools.full)
+        ropes, *window_ropes = map(self.ropes_of, [pools.full, *pools.window_parts()])
         self.layout = pools.layout(PAGE)
         self.num_groups = len(pools.groups.groups)
         self.parts = [_blocks_of(pools.groups.full, pools.full, self.layout)]
@@ -316,7 +322,7 @@ class WindowWorld:
             codec_of(self.layout, coded, remotely=False),
             remote=remote,
             open_coded=opened_codec(self.layout, coded),
-            rules=LocalPages(self.layout, ropes, "pre", exact_only=True),
+            rules=LocalPages(self.layout, ropes, "pre", exact_only=self.exact_only),
         )
         if self.disk is not None:
             self.store.connect(self.disk)
@@ -328,7 +334,7 @@ class WindowWorld:
         metrics = MetricsReporter(self.store, self.disk, enabled=False, labels={})
 
         def make_parts(cache: Any) -> CacheParts:
-            windows = window_layers(cache, pools, copier)
+            windows = window_layers(cache, pools, copier, window_ropes)
             assert windows is not None
             linker = HierKVLinker(
                 self.store,

@@ -25,6 +25,7 @@ from sglang_ext.admission.window_question import WindowQuestion  # noqa: E402
 from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
 from sglang_ext.device.windows.window_layers import WindowLayers  # noqa: E402
+from sglang_ext.provenance.tree_quality import DeviceProvenance  # noqa: E402
 from sglang_ext.ranks.consensus import Consensus, Report, _decode  # noqa: E402
 from sglang_ext.ranks.resume_promises import MAX_ROUNDS, ResumeBook  # noqa: E402
 from sglang_ext.seam.hybrids.place_questions import PlaceQuestions  # noqa: E402
@@ -57,7 +58,9 @@ class Rank:
         self.states = StatePages(self.snapshots, self.store, nothing, nothing)
         copiers: Any = (None, None)
         self.layers = WindowLayers(WINDOW_PAGES, PAGE, copiers, [])
-        self.windows = WindowPages(self.layers, self.store, nothing, nothing)
+        self.windows = WindowPages(
+            self.layers, self.store, nothing, nothing, pages=DeviceProvenance(1), may_move=False
+        )
         self.room = WaitingRoom(
             self.store, prefetch_policy="wait_complete", prefetch_timeout_ms=0.0
         )

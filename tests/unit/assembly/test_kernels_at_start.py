@@ -44,7 +44,8 @@ def test_on_cuda_the_kernels_of_every_kind_of_layer_are_compiled_at_start(
     window = SimpleNamespace(k=[torch.zeros(8, 1, 12), torch.zeros(shape)], v=[words])
     pools: Any = SimpleNamespace(full=pool, window_parts=lambda: [window])
     config: Any = SimpleNamespace(kernels="auto")
-    assert factory._kernels(config, pools, ropes, 64) is gpu
+    of_window = [LayerRope(None, True), LayerRope(None, True)]
+    assert factory._kernels(config, pools, [ropes, of_window], 64) is gpu
     kinds = [(shape, one), (shape, other), (shape, None), ((8, 1, 12), None)]
     floats = [(torch.float32, *kind, 64) for kind in kinds]
     assert asked == [*floats, (torch.int32, shape, None, 64)]

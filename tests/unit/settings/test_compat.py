@@ -128,7 +128,11 @@ def test_a_tree_with_windows_is_taken_for_a_model_with_windows_alone() -> None:
             HierKVConfig(codec="remote=lossless", remote_url="file:///d", slo_ms=5),
             "--hier-kv-slo-ms 0 with sliding-window layers, got 5",
         ),
-        ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
+        (
+            {"tp_size": 2},
+            HierKVConfig(truncation="overflow"),
+            "--tp-size 1 with --hier-kv-truncation overflow with sliding-window layers, got 2",
+        ),
         ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
     ],
 )
@@ -140,6 +144,7 @@ def test_what_was_not_tried_with_windows_is_refused_with_them_alone(
         check_resolved(resolved("swa", **values), config)
     assert words in str(caught.value)
     check_resolved(resolved("swa"), HierKVConfig(remote_url="file:///d"))
+    check_resolved(resolved("swa", dp_size=2), HierKVConfig(truncation="all"))
     coded = HierKVConfig(codec="disk=lossless,remote=zstd", disk_dir="/d", remote_url="file:///d")
     check_resolved(resolved("swa"), coded)
     check_resolved(resolved("swa", tp_size=2), HierKVConfig(remote_url="file:///d"))
@@ -166,6 +171,7 @@ def test_window_layers_of_another_shape_are_refused_with_what_those_of_one_are()
         ({"tp_size": 2, "nnodes": 2}, HierKVConfig(), "--nnodes 1 with sliding-window layers"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora with sliding-window"),
         ({}, HierKVConfig(codec="lossless", disk_dir="/d"), "--hier-kv-codec none"),
+        ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
         ({"speculative_algorithm": "NGRAM"}, HierKVConfig(), "full attention in every layer"),
     ):
         with pytest.raises(HierKVConfigError) as caught:

@@ -14,6 +14,7 @@ from runtime_cpu import inprocess
 inprocess.prepare()
 
 from sglang_ext.device.windows.window_layers import WindowLayers  # noqa: E402
+from sglang_ext.provenance.tree_quality import DeviceProvenance  # noqa: E402
 from sglang_ext.seam.hybrids.window_pages import WindowPages  # noqa: E402
 from tests.long_form import count  # noqa: E402
 from tests.unit.seam.hybrids.hit_rig import PAGE, HitRig  # noqa: E402
@@ -31,8 +32,10 @@ class Rig(HitRig):
         """Of a model whose tokens read so many tokens before their own in a window layer."""
         copiers: Any = (None,) * GROUPS
         layers = WindowLayers(-(-num_before // PAGE), PAGE, copiers, [])
-        tree: Any = None
-        return WindowPages(layers, self.store, tree, tree)
+        nothing: Any = None
+        return WindowPages(
+            layers, self.store, nothing, nothing, pages=DeviceProvenance(1), may_move=False
+        )
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,74 @@
+"""Conversations over their context on a model with window layers: nobody meets KV not theirs.
+
+See `cut_window_world`. By default some of the worlds, for a round each; the long form has all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from sglang_ext.provenance.request_state import state_of
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.truncation.lineage import lineage_of
+from tests.long_form import count
+from tests.property.hybrids.cut_window_world import CONTEXT, CutWindowWorld
+from tests.property.worlds.coverage import missing, run_until_all_seen
+
+pytestmark = pytest.mark.usefixtures("scheduler_waits")
+
+ROUNDS = count(1, 20)  # of 400 steps, in each world
+SEEDS = count(1, 3)
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "no multiple of the page": {"window": 6},
+    "write back": {"window": 8, "policy": "write_back"},
+    "no look-ahead": {"window": 11, "lookahead": "off"},
+    "little DRAM and a disk": {"window": 9, "host_pages": 60},
+    "coded on disk": {"window": 6, "coded": "disk"},
+    "one token": {"window": 1, "prefetch_policy": "wait_complete"},
+}
+
+
+@pytest.mark.sampled("no multiple of the page-*", "write back-*", "little DRAM and a disk-*")
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("name", WORLDS)
+def test_nobody_meets_kv_that_is_not_theirs(
+    build: Callable[..., Any], name: str, seed: int
+) -> None:
+    world: CutWindowWorld = build(CutWindowWorld, seed, **WORLDS[name])
+
+    def unseen() -> list[str]:
+        seen = {
+            **world.store.stats(), "cut": world.num_cut, "exact and cut": world.num_exact_cut,
+            "quoting": world.num_quoting,
+        }  # fmt: skip
+        least = {
+            "cut": 20, "exact and cut": 1, "quoting": 1, "moved_tokens": 40, "aliased_pages": 1,
+            "saved_windows": 1, "loaded_pages": 1,
+        }  # fmt: skip
+        return missing(seen, least)
+
+    run_until_all_seen(world.one_round, unseen, num_rounds=ROUNDS)
+    print(world.num_cut, world.num_exact_cut, world.num_quoting, world.counts, world.store.stats())
+
+
+def test_who_wants_exact_kv_computes_it_beside_what_was_moved(build: Callable[..., Any]) -> None:
+    world: CutWindowWorld = build(CutWindowWorld, 1, window=6)
+    tokens = [1 + at * 7 % 120 for at in range(CONTEXT + 20)]
+    world.serve(tokens[: CONTEXT - 20], 2)
+    world.settle()
+    world.flush()
+    moved = lineage_of(world.serve(tokens, 2))
+    assert moved is not None
+    assert moved.num_moved > 0
+    # On the device now lie pages of the same prompt that were moved, and such that rest on them.
+    exact = world.serve(tokens, 4, exact=True)
+    assert state_of(exact).taint == Quality.EXACT
+    again = world.serve(tokens, 4, exact=True)
+    assert again.num_loaded == 0
+    other = world.serve(tokens, 2)
+    assert state_of(other).taint == Quality.APPROXIMATED
+    world.drain()
