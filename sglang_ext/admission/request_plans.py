@@ -102,6 +102,18 @@ class RequestPlans:
         waiting.room_mark = self._store.mark_of_room(num_lacking)
         waiting.room_until_s = now_s + self._longest_room_s
 
+    def waits_for_writes(self, waiting: WaitingRequest, plan: Plan, now_s: float) -> bool:
+        """Whether a request whose turn it is, without look-ahead, waits for more room.
+
+        Until what was on its way to disk when it first lacked room has left, or the longest wait is
+        over.
+        """
+        if plan.num_planned < self._store.max_lone_plan_pages:
+            self.note_room(waiting, now_s)
+        comes = self._room_comes(waiting, now_s)
+        waiting.was_first = waiting.awaits_room = comes
+        return comes
+
     def is_its_turn(self, waiting: WaitingRequest, now_s: float) -> bool:
         """Whether a request that is short of room may try again; see `MAX_ATTEMPTS`."""
         comes = waiting.was_first and self._room_comes(waiting, now_s)
@@ -162,8 +174,10 @@ class RequestPlans:
 
     def is_enough(self, waiting: WaitingRequest, plan: Plan) -> bool:
         """Whether a request will do with what its plan covers."""
-        if self._store.lookahead is None or not plan.short or plan.failed:
+        if not plan.short or plan.failed:
             return True
+        if self._store.lookahead is None:
+            return waiting.had_turn or not waiting.was_first
         if plan.num_planned >= self._store.max_lone_plan_pages:
             return True  # more is not to be had
         return waiting.attempts >= MAX_ATTEMPTS and not plan.starved

@@ -2,8 +2,9 @@
 
 The first plan covers what DRAM has room for at that time, so that its reads overlap with the wait.
 Until the turn comes, more pages may be stored and others evicted. So the pages are looked up again
-then, and the new plan may take the room of the plans of later requests. A request can thus use
-every page that is stored when it runs, as in any LRU cache, however long the queue is.
+then, and the new plan may take the room of the plans of later requests. What it still lacks while
+pages are written that then leave is waited for, once. A request can thus use every page that is
+stored when it runs, as in any LRU cache, however long the queue is.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ class Turns:
             return False
         self._left -= 1
         anew = self._look(waiting) or plan is None or waiting.found.total > plan.num_planned
-        if anew and not self._plan(waiting):
+        if anew and not self._plan(waiting, now_s):
+            waiting.waits_no_more = False
             return False
         plan = waiting.plan
         waiting.had_turn = True
@@ -63,11 +65,12 @@ class Turns:
         waiting.ready = plan is not None and plan.done
         return True
 
-    def _plan(self, waiting: WaitingRequest) -> bool:
-        """Makes the plan of the request whose turn it is; False to wait for room of other plans.
+    def _plan(self, waiting: WaitingRequest, now_s: float) -> bool:
+        """Makes the plan of the request whose turn it is; False to wait for room.
 
-        It waits only for requests that do not wait for it: those that had their turn, or were asked
-        for before. Two that each hold what the other lacks would wait for ever.
+        It waits for that of other plans, and then for what is on its way to disk. Only for requests
+        that do not wait for it: those that had their turn, or were asked for before. Two that each
+        hold what the other lacks would wait for ever.
         """
         self._plans.make(waiting, priority=waiting.number)
         others = [other for other in self._plans.planned.values() if other is not waiting]
@@ -75,7 +78,11 @@ class Turns:
         behind.sort(key=_place, reverse=True)
         self._plans.make_in_place_of(waiting, waiting.number, behind)
         plan = waiting.plan
-        return plan is None or not plan.short or all(_yields(each, waiting) for each in others)
+        if plan is None or not plan.short:
+            return True
+        if not all(_yields(each, waiting) for each in others):
+            return False
+        return not self._plans.waits_for_writes(waiting, plan, now_s)
 
 
 def _yields(other: WaitingRequest, waiting: WaitingRequest) -> bool:

@@ -245,8 +245,8 @@ class WaitingRequest:
             it first would; None: it would not yet.
         had_turn: without look-ahead: its plan was made, or looked at, when the scheduler would
             have run it.
-        was_first: with look-ahead: it stood at the head of the queue when its plan was last made
-            or looked at for want of room.
+        was_first: it stood at the head of the queue when its plan was last made or looked at for
+            want of room; without look-ahead: its turn has come, and it waits for room.
         attempts: to complete a plan that is short, since it came to the head.
         room_mark: how far the writing to disk has to come for the room that it lacked there at
             first, see `PageStore.mark_of_room`; None until it lacks room at the head.

@@ -376,6 +376,58 @@ def test_without_lookahead_two_that_lack_room_do_not_wait_for_each_other() -> No
     assert not room._waiting
 
 
+def test_without_lookahead_a_request_waits_once_in_its_turn_for_writes_that_make_room() -> None:
+    store = Store(looks_ahead=False, fits=3, num_writing=5)
+    room, clock = make_room(store)
+    room.enter("a", prefix())
+    arrive_all(store)
+    step(room, clock, "a")
+    assert room._waiting["a"].room_mark is None  # its turn has not come
+    assert not room.may_admit("a")
+    assert room._waiting["a"].awaits_room  # what decides of its deadline in this step reads it
+    assert held_short(store, room, clock, "a", 4 * MAX_ATTEMPTS)
+    store.num_writing, store.fits = 0, 4
+    assert not held_short(store, room, clock, "a", 3)
+    assert len(store.plans[0].rows) == 4
+    assert store.num_marks == 1
+
+
+def test_without_lookahead_room_that_writes_do_not_bring_is_waited_for_no_longer() -> None:
+    store = Store(looks_ahead=False, fits=3, num_writing=5)
+    room, clock = make_room(store, timeout_ms=500.0)
+    for handle in "ab":
+        room.enter(handle, prefix())
+    assert held_short(store, room, clock, "a", 4)
+    store.num_writing = 0
+    assert not held_short(store, room, clock, "a", 2)
+    assert len(store.plans[0].rows) == 3
+    room.leave("a", admitted=True)
+    store.num_writing = 5
+    began_s = clock.now_s
+    while held_short(store, room, clock, "b", 1):
+        assert clock.now_s - began_s < 2.0
+    assert clock.now_s - began_s >= 0.5
+
+
+def test_without_lookahead_one_that_came_to_no_room_waits_in_its_turn_like_others() -> None:
+    store = Store(looks_ahead=False, fits=0, num_writing=5)
+    room, clock = make_room(store)
+    room.enter("a", prefix())
+    step(room, clock, "a")
+    store.fits = 3
+    assert not room.may_admit("a")
+    step(room, clock, "a", LONGEST_PAUSE_S)
+    assert not room.may_admit("a")  # three pages are on their way, and room for the fourth
+
+
+def test_without_lookahead_no_more_room_than_one_plan_may_have_is_waited_for() -> None:
+    store = Store(looks_ahead=False, fits=8, num_writing=5, found=TierCounts(0, 9, 0))
+    room, clock = make_room(store)
+    room.enter("a", prefix())
+    assert not held_short(store, room, clock, "a", 2)
+    assert not store.num_marks
+
+
 def test_without_lookahead_who_is_asked_for_later_leaves_reads_of_those_before_alone() -> None:
     store = Store(looks_ahead=False, fits=4)
     room, clock = make_room(store)

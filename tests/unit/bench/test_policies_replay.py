@@ -102,6 +102,17 @@ def test_without_lookahead_it_is_an_lru_cache_however_long_the_queue_is(
         assert done.hit_share >= lru - 0.003, num_known
 
 
+def test_without_lookahead_what_is_stored_is_reused_while_room_for_it_is_being_written() -> None:
+    """Under `auto`, on a full disk: a plan that was used as short as it was hit 637 pages."""
+    others = [1000 + 20 * number + np.arange(20) for number in range(12)]
+    turns = [np.arange(20 + 4 * turn) for turn in range(8)]
+    paths = [*others, *(10_000 * chat + turn for turn in turns for chat in (1, 2, 3))]
+    with virtual_store(StoreSizes(1 << 20, host_pages=64, disk_pages=192), None, "auto") as server:
+        done = Replay(paths, 1, [1.0] * len(paths)).run(server)
+    assert done.counters["written_again_pages"]  # DRAM and disk hold different pages
+    assert done.hits == done.reusable == 672
+
+
 def test_what_is_known_orders_the_optima() -> None:
     paths = [line.hash_ids for line in read_trace(BUNDLED, limit=400)]
     rates = [
