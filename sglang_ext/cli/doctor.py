@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.flags import add_flags, config_from_namespace
 from sglang_ext.settings.values import flag_name
@@ -46,15 +47,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
-    from sglang_ext.assembly.doctor.checks import check_sglang, look
+    from sglang_ext.assembly.doctor.checks import check_sglang
 
-    if chosen.contract:
-        checks = [check_sglang(Path(chosen.contract))]
-    else:
-        chosen.enable_hier_kv = True  # its flags mean something here without it, too
-        config = config_from_namespace(chosen)
-        assert config is not None
-        checks = list(look(config, model_path=chosen.model_path, speeds=chosen.speeds))
+    checks = [check_sglang(Path(chosen.contract))] if chosen.contract else _look(chosen)
     if chosen.json:
         print(json.dumps([asdict(check) for check in checks], indent=1))  # noqa: T201
     else:
@@ -63,6 +58,19 @@ def _doctor(chosen: argparse.Namespace) -> int:
         if not chosen.contract:
             print("\n".join(["next:", *(f"  {line}" for line in next_steps(chosen, checks))]))  # noqa: T201
     return int(any(check.state == "refused" for check in checks))
+
+
+def _look(chosen: argparse.Namespace) -> list[Check]:
+    """The checks of a start; of flags that no server takes, only what is wrong with them."""
+    from sglang_ext.assembly.doctor.checks import Check, check_sglang, look
+
+    chosen.enable_hier_kv = True  # its flags mean something here without it, too
+    try:
+        config = config_from_namespace(chosen)
+    except HierKVConfigError as error:
+        return [check_sglang(), Check("settings", "refused", str(error))]
+    assert config is not None
+    return list(look(config, model_path=chosen.model_path, speeds=chosen.speeds))
 
 
 def next_steps(chosen: argparse.Namespace, checks: Sequence[Check]) -> list[str]:

@@ -4,7 +4,8 @@ Every refusal is one sentence with what was expected, what came and what to do. 
 with more known: ``check_arguments`` as they were given, ``check_resolved`` when SGLang has decided
 all of them and read the model's configuration (both in the main process, before weights load), and
 ``check_ranks``, ``check_model``, ``check_tree`` and
-``check_attention`` of what was then built.
+``check_attention`` of what was then built. Which values an argument of SGLang's may have is in
+`arguments.py`; a refusal of one is an entry of its ``LIMITED``.
 """
 
 from __future__ import annotations
