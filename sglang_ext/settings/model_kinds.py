@@ -62,13 +62,14 @@ MODEL_KINDS = {
     "swa": ModelKind(
         "a second pool for layers that see a window or a chunk, with K and V of the same shape",
         "gpt-oss, Mellum, Laguna, Llama 4, Step 3.5",
-        "exact, at the saved position, by one rank or several tensor parallel ones, with codecs "
-        "that lose nothing, without truncation, adapters, sessions or `--hier-kv-slo-ms`; run on "
-        "a CPU with a small gpt-oss and a small Mellum, and by one rank with a small Llama 4 and "
-        "a small Step 3.5 without experts",
+        "exact, by one rank or several tensor parallel ones, with codecs that lose nothing, "
+        "without adapters, sessions or `--hier-kv-slo-ms`; moved by one rank, where the rotation "
+        "of all layers is understood; run on a CPU with a small gpt-oss and a small Mellum, and "
+        "by one rank, exact alone, with a small Llama 4 and a small Step 3.5 without experts",
         "tests/e2e/models/test_windows.py; tests/e2e/models/test_restored_kinds.py; "
-        "tests/e2e/models/test_hybrid_ranks.py; "
-        "tests/property/hybrids/test_window_interleavings.py",
+        "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/models/test_window_truncation.py; "
+        "tests/property/hybrids/test_window_interleavings.py; "
+        "tests/property/hybrids/test_window_truncation.py",
     ),
     "swa of two shapes": ModelKind(
         "a second pool for the window's layers, with K and V of another shape",
