@@ -1,27 +1,40 @@
-"""Conversations over their context on models whose window layers have a KV pool of their own.
+"""Conversations over their context on hybrids: window layers that move, and what is not moved.
 
 A model of one window layer and one full layer shows that what is kept goes to its new positions in
 both: a row of the first layer rests on its own token alone, and one of the second on its window, so
 but for the first rows behind a cut the moved KV is that which the cut prompt gives, as transformers
-computes it for the whole of it.
+computes it for the whole of it. Of kinds whose pages stay where they are a prompt is cut all the
+same, and goes on from what was computed behind the same cut.
+
+Of those the default run has two, the long form all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from testkit.hybrids.index_model import write_index_model
 from testkit.hybrids.oss_model import open_oss_model, write_oss_model
+from testkit.hybrids.shaped_models import write_shaped_model
+from testkit.hybrids.state_model import STATE_MODELS, write_state_model
 from testkit.hybrids.window_model import write_window_model
+from testkit.rank_requests import ENVIRONMENT
 from testkit.server import Server
 from testkit.workload import load_tokenizer
-from tests.e2e.hier_server import ask, real_prompts, state
+from tests.e2e.hier_server import ask, real_prompts, state, tokens_and_logprobs
 from tests.e2e.models.hybrid_answers import Computed, cached, drop_device
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.sampled("states", "index"),
+]
 
 PAGE, CONTEXT, WINDOW = 16, 512, 64
 NUM_TOKENS = 24
@@ -30,16 +43,17 @@ NUM_TOKENS = 24
 TOLERANCE = 0.4
 
 
-def server_of(model: Path, folder: Path, *more: str) -> Server:
-    args = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
+def server_of(
+    model: Path, folder: Path, *more: str, page: int = PAGE, env: dict[str, str] | None = None
+) -> Server:
+    args = ["--page-size", str(page), "--attention-backend", "cpu_extend"]
     args += ["--context-length", str(CONTEXT), "--max-total-tokens", "4096"]
     args += ["--enable-hier-kv", "--hier-kv-host-size", "0.02", "--hier-kv-truncation", "overflow"]
     args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.2"]
     args += ["--hier-kv-disk-segment-size", "0.01", "--hier-kv-prefetch-policy", "timeout"]
     args += ["--hier-kv-prefetch-timeout-ms", "60000", *more]
-    return Server(
-        args, model=model, log_path=folder / "server.log", stop="kill", start_timeout_s=300
-    )
+    log = folder / "server.log"
+    return Server(args, model=model, log_path=log, env=env or {}, stop="kill", start_timeout_s=300)
 
 
 class Chat:
@@ -152,3 +166,48 @@ def test_sinks_do_not_keep_a_model_from_moving_its_pages(tmp_path: Path) -> None
     assert moved > 0
     prompts.append(chat.kept(told["dropped"]))
     assert by_transformers.furthest(prompts, [first, exact]) < TOLERANCE
+
+
+STATES = STATE_MODELS["qwen3_next"]
+# What writes a model, and its servers' arguments and environment.
+BOUND: dict[str, tuple[Callable[[Path], Path], list[str], dict[str, str]]] = {
+    "states": (
+        partial(write_state_model, name="qwen3_next"),
+        ["--dtype", STATES.dtype_name, "--max-mamba-cache-size", "40", *STATES.server_args],
+        {"SGLANG_MAMBA_CONV_DTYPE": STATES.dtype_name},
+    ),
+    "index": (partial(write_index_model, name="glm"), [], {}),
+    "windows of two shapes": (partial(write_shaped_model, name="gemma"), [], {}),
+    "windows by two ranks": (write_window_model, ["--tp-size", "2"], ENVIRONMENT),
+}
+
+
+@pytest.mark.parametrize("name", BOUND)
+def test_what_is_not_moved_is_computed_behind_each_new_cut_and_then_reused(
+    tmp_path: Path, name: str
+) -> None:
+    write, args, env = BOUND[name]
+    chat, page = Chat(seed=70), 64
+    cuts = [0]
+    with server_of(write(tmp_path / "model"), tmp_path, *args, page=page, env=env) as server:
+        for _ in range(8):
+            answer = chat.ask(server, 101)
+            drop_device(server)
+            told = report(answer)
+            dropped = told.get("dropped", 0)
+            cuts.append(dropped)
+            assert told.get("moved", 0) == 0
+            assert told.get("quality", "exact") == "exact"
+            if dropped == cuts[-2]:
+                # All that the turn before left, but for its last pages.
+                most_new = 101 + NUM_TOKENS + 3 * page
+                assert cached([answer])[0] > len(chat.kept(dropped)) - most_new
+                continue
+            assert cached([answer]) == [0]
+            again = ask(server, chat.kept(dropped), NUM_TOKENS)  # a prompt like any other
+            assert cached([again]) == [0]
+            assert tokens_and_logprobs(again) == tokens_and_logprobs(answer)
+        counted = state(server)["host"]
+    assert len(set(cuts)) >= 3, cuts
+    assert len(set(cuts)) < len(cuts) - 1, cuts
+    assert counted.get("load_failures", 0) == counted.get("save_failures", 0) == 0
