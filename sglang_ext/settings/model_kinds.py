@@ -90,7 +90,8 @@ MODEL_KINDS = {
         "Gemma 4 (prompts with images or sound are neither stored nor loaded), MiMo V2",
         "exact, at the saved position, by one rank or several tensor parallel ones, without codec "
         "and with what is refused for those of one shape; prompts that are cut, computed anew "
-        "behind each new cut (run with Gemma 4); run on a CPU with a small model of each, without experts, by one rank and by two, of which MiMo V2 had a remote store",
+        "behind each new cut (run with Gemma 4); run on a CPU with a small model of each, without "
+        "experts, by one rank and by two, of which MiMo V2 had a remote store",
         "tests/e2e/models/test_restored_kinds.py; tests/unit/device/test_blocks.py; "
         "tests/e2e/models/test_cut_hybrids.py; "
         "tests/property/hybrids/test_window_interleavings.py; "
