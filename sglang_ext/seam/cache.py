@@ -303,7 +303,9 @@ class HierKVRadixCache(UnifiedRadixCache):
         """What searches prompts for stored text; of several ranks each does, and all agree."""
         parts = (self.store, self.truncated, truncator)
         if self.admission.decides_alone:
-            return QuoteSearch(*parts, page_size=self.page_size)
+            questions = self.linker.place_questions
+            drop = None if questions is None else questions.drop
+            return QuoteSearch(*parts, page_size=self.page_size, on_found=drop)
 
         def key_of(req: Any) -> Any:
             num_tokens = len(req.full_untruncated_fill_ids)
@@ -533,8 +535,11 @@ class HierKVRadixCache(UnifiedRadixCache):
             resumable = prefix.resumes_at - num_on_device
             questions.begin(handle, prefix, key, tail, self._num_resumable(req), resumable)
         if self.quotes is not None and images_of(req) is None:
+            num_stored = found.total  # of a hybrid, what is needed where it goes on is counted, too
+            if prefix.resumes_at is not None:
+                num_stored = prefix.resumes_at - num_on_device
             size = self.page_size
-            self.quotes.begin(req, space, num_on_device * size, found.total * size)
+            self.quotes.begin(req, space, num_on_device * size, num_stored * size)
 
     def _prefix_of(
         self, req: Any, space: KeySpace, path: Hashes, num_on_device: int, num_tokens: int

@@ -116,7 +116,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
                 tree,
                 self,
                 pages=pages,
-                may_move=cache_linker.movable,
+                may_move=lambda: cache_linker.movable,  # the check at start may say otherwise
                 offers_stored=is_one_of_many,
             )
         self.states: StatePages | None = None

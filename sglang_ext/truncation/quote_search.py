@@ -81,6 +81,7 @@ class QuoteSearch:
         page_size: P.
         key_of: SGLang's key of a request's pages; needed where several ranks decide.
         max_pages: pages whose text is kept.
+        on_found: told of a request that goes on with what was found, before it waits for that.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class QuoteSearch:
         page_size: int,
         key_of: Callable[[Any], Any] = lambda req: None,
         max_pages: int = MAX_PAGES,
+        on_found: Callable[[Hashable], None] | None = None,
     ) -> None:
         self._counters = store.counters
         self._keeps_pages = store.keeps_pages
@@ -104,6 +106,7 @@ class QuoteSearch:
         self._thread = ThreadPoolExecutor(1, "hier-kv-quotes")
         self._notes: list[Future[None]] = []
         self._searches: dict[Hashable, Search] = {}
+        self._on_found = on_found or (lambda handle: None)
         self._thread.submit(warm_up, page_size)
 
     def _tenant_of(self, req: Any) -> Tenant | None:
@@ -257,6 +260,7 @@ class QuoteSearch:
         )
         attach_lineage(req, lineage)
         self._counters.add("quoting_requests")
+        self._on_found(req.cache_request_handle)
         tail = self._truncator.hash_of(req.full_untruncated_fill_ids, req.extra_key, req.cache_salt)
         self._reuse.enqueue(req, lineage, search.space, 0, tail, self._key_of(req))
 

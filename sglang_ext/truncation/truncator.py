@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
@@ -36,8 +37,8 @@ class Truncator:
         page_size: P.
         hash_of: page hashes of (tokens, extra_key, salt), u8 `[N, 32]`.
         tokenizer: tells where messages begin; None for none.
-        parts_exact: cut prompts of requests that want exact KV are lineages of their own: the
-            device tree cannot put exact pages in the place of others.
+        parts_exact: says whether cut prompts of requests that want exact KV are lineages of
+            their own, as the device tree cannot put exact pages in the place of others.
 
     Raises:
         HierKVConfigError: the settings leave nothing of the context to cut to.
@@ -54,7 +55,7 @@ class Truncator:
         page_size: int,
         hash_of: ChainHash,
         tokenizer: Any,
-        parts_exact: bool = False,
+        parts_exact: Callable[[], bool] = lambda: False,
     ) -> None:
         self.mode = config.truncation
         self.secret = secret
@@ -130,7 +131,7 @@ class Truncator:
             cut,
             extra_key=req.extra_key,
             salt=req.cache_salt,
-            is_exact=self._parts_exact and wants_exact(req),
+            is_exact=self._parts_exact() and wants_exact(req),
         )
         return CutLineage(tokens, cut, req.extra_key, req.cache_salt, names, self.hash_of)
 

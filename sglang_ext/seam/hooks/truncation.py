@@ -46,6 +46,7 @@ def build_truncator(scheduler: Any, config: HierKVConfig, page_size: int) -> Tru
             scheduler.max_req_len,
         )
         return None
+    linker = scheduler.tree_cache.hier_linker
     return Truncator(
         config,
         bytes.fromhex(scheduler.server_args._hier_kv_secret),
@@ -55,7 +56,7 @@ def build_truncator(scheduler: Any, config: HierKVConfig, page_size: int) -> Tru
         page_size=page_size,
         hash_of=page_hasher(page_size),
         tokenizer=scheduler.tokenizer,
-        parts_exact=scheduler.tree_cache.hier_linker.is_hybrid,
+        parts_exact=lambda: linker.is_hybrid and linker.movable,
     )
 
 

@@ -57,7 +57,7 @@ class WindowPages(ResumablePages):
         saver: WindowSaver,
         *,
         pages: DeviceProvenance,
-        may_move: bool,
+        may_move: Callable[[], bool],
         offers_stored: bool = False,
     ) -> None:
         super().__init__(store, tree, offers_stored=offers_stored)
@@ -121,16 +121,15 @@ class WindowPages(ResumablePages):
             states: any of these of a stored page of window layers is enough.
             max_quality: the worst that may be loaded.
         """
-        # A run may take one page more than it makes.
-        most = self.most_pages - self._layers.num_groups - 2 * len(made.runs)
-        if most < 1:
-            return None
-        if made.num_pages > most:
-            made = made.part(0, most)
         lacks = ~self._has_windows(space, made.hashes, states, max_quality)
         there = made.worst_of(lacks.astype(np.uint8)) == 0
-        num = resume_length(np.ones(made.num_pages, np.bool_), there, self._layers.num_pages)
-        return made.part(0, num) if num else None
+        full, num = np.ones(made.num_pages, np.bool_), min(made.num_pages, self.most_pages)
+        while num := resume_length(full[:num], there[:num], self._layers.num_pages):
+            part = made.part(0, num)
+            if len(self.keys_of(part)) <= self._store.max_lone_plan_pages:
+                return part
+            num -= 1
+        return None
 
     def keys_of(self, made: Composition) -> Hashes:
         """Keys of all that a composition is made of, its window with it."""
@@ -178,7 +177,7 @@ class WindowPages(ResumablePages):
     def _save_end(self, space: KeySpace, nodes: list[TreeNode], end: int, placed: Placed) -> None:
         """Saves what going on behind `end` pages needs, if the device has all of it."""
         window, inside = self._layers.window_of(end), None
-        if self._may_move:
+        if self._may_move():
             wider = self._layers.moved_window_of(end)
             inside = _with_rows(nodes, wider)
             window = window if inside is None else wider

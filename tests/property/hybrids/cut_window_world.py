@@ -130,12 +130,22 @@ class CutWindowWorld(WindowWorld):
 
     exact_only = False
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        seed: int,
+        *,
+        head_tokens: int | None = None,
+        **options: Any,
+    ) -> None:
         patch.setattr(window_world, "MAX_TOKENS", 2 * CONTEXT)
         sizes = {"device_pages": 110, "window_pages": 80, "host_pages": 300}
         super().__init__(folder, patch, seed, **{**sizes, **options})
+        if head_tokens is None:
+            head_tokens = self.rng.choice((0, 3, 8))
         self.truncator = Truncator(
-            HierKVConfig(truncation="all", truncation_head=self.rng.choice((0, 3, 4))),
+            HierKVConfig(truncation="all", truncation_head=head_tokens),
             b"secret" + bytes([seed % 256]),
             context_len=CONTEXT,
             max_req_len=CONTEXT + 1,
@@ -143,7 +153,7 @@ class CutWindowWorld(WindowWorld):
             page_size=PAGE,
             hash_of=page_hasher(PAGE),
             tokenizer=None,
-            parts_exact=True,
+            parts_exact=lambda: True,
         )
         scheduler: Any = self
         self.cache.bind_scheduler(scheduler, self.truncator)
@@ -151,7 +161,8 @@ class CutWindowWorld(WindowWorld):
         # What rows of exact prompts say that may be quoted: whose, which head, which token.
         self.known: dict[int, set[tuple[Tenant, tuple[int, ...], int]]] = {}
         self.talks: list[tuple[list[int], str | None]] = []
-        self.own_pages: dict[bytes, list[int]] = {}  # by key, what they say when all is computed
+        # What pages say when all is computed, by namespace and key.
+        self.own_pages: dict[tuple[bytes, bytes], list[int]] = {}
         self.num_cut = self.num_exact_cut = self.num_quoting = 0
 
     def ropes_of(self, pool: DevicePool) -> list[LayerRope]:
@@ -207,9 +218,9 @@ class CutWindowWorld(WindowWorld):
         self.enqueue(req)
         return req
 
-    def serve(self, tokens: list[int], num_new: int, *, exact: bool = False) -> CutRequest:
+    def serve(self, tokens: list[int], num_new: int, **wishes: Any) -> CutRequest:
         """One request from its arrival to its end; what it leaves on the device stays there."""
-        req = self.send(tokens, num_new, exact=exact)
+        req = self.send(tokens, num_new, **wishes)
         while not req.done:
             self.cache.check_hicache_events()
             if req in self.waiting:
@@ -333,7 +344,9 @@ class CutWindowWorld(WindowWorld):
         for number, digest in enumerate(hashes):
             of_groups = [group_hashes(digest, group) for group in range(self.num_groups)]
             for each in (digest, *of_groups):
-                self.own_pages[each.tobytes()] = own[number * PAGE : (number + 1) * PAGE]
+                self.own_pages[self.identity.digest, each.tobytes()] = own[
+                    number * PAGE : (number + 1) * PAGE
+                ]
 
     def check_store(self) -> None:
         """Pages in DRAM are of their layers and at their positions, and know what they are."""
@@ -348,7 +361,7 @@ class CutWindowWorld(WindowWorld):
             if len(parts) != 1:
                 raise WrongKVError(f"a page of {len(parts)} parts")
             assert meta.rope == ROPE_NAMES[ROPE_PRE], meta
-            own = self.own_pages.get(meta.page_hash)
+            own = self.own_pages.get((meta.namespace, meta.page_hash))
             for _, _, shape, offset in parts[0]:
                 said = from_columns(self.values(slot, shape, offset)[:, 0, :_TAG])
                 if own is not None and said != own and meta.quality < Quality.APPROXIMATED:

@@ -12,10 +12,11 @@ import pytest
 
 from sglang_ext.provenance.request_state import state_of
 from sglang_ext.tiers.records.quality import Quality
-from sglang_ext.truncation.lineage import lineage_of
+from sglang_ext.truncation.lineage import QuoteLineage, lineage_of
 from tests.long_form import count
 from tests.property.hybrids.cut_window_world import CONTEXT, CutWindowWorld
 from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.window_world import PAGE
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
@@ -71,4 +72,24 @@ def test_who_wants_exact_kv_computes_it_beside_what_was_moved(build: Callable[..
     assert again.num_loaded == 0
     other = world.serve(tokens, 2)
     assert state_of(other).taint == Quality.APPROXIMATED
+    world.drain()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_stored_text_is_found_behind_a_head_that_others_share(
+    build: Callable[..., Any], shared: bool
+) -> None:
+    """The head's window is stored then, and so is all that a prompt needs to go on behind it."""
+    world: CutWindowWorld = build(CutWindowWorld, 1, window=6, head_tokens=8)
+    head = [100 + at for at in range(8)]
+    text = [1 + at * 7 % 90 for at in range(50)]
+    world.serve([*head, *text], 2, mode="all")
+    for number in range(3 * shared):
+        other = [3 + (at * 5 + number) % 90 for at in range(20)]
+        world.serve([*head, *other], 2, mode="all")
+    world.settle()
+    world.flush()
+    req = world.serve([*head, *text[27:], 5, 6, 7], 2, mode="all")
+    assert isinstance(lineage_of(req), QuoteLineage)
+    assert req.num_loaded >= len(head) + len(text[27:]) - 2 * PAGE
     world.drain()

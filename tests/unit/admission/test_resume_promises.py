@@ -59,8 +59,13 @@ class Rank:
         copiers: Any = (None, None)
         self.layers = WindowLayers(WINDOW_PAGES, PAGE, copiers, [])
         self.windows = WindowPages(
-            self.layers, self.store, nothing, nothing, pages=DeviceProvenance(1), may_move=False
-        )
+            self.layers,
+            self.store,
+            nothing,
+            nothing,
+            pages=DeviceProvenance(1),
+            may_move=lambda: False,
+        )  # fmt: skip
         self.room = WaitingRoom(
             self.store, prefetch_policy="wait_complete", prefetch_timeout_ms=0.0
         )

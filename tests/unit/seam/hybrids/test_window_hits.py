@@ -34,7 +34,7 @@ class Rig(HitRig):
         layers = WindowLayers(-(-num_before // PAGE), PAGE, copiers, [])
         nothing: Any = None
         return WindowPages(
-            layers, self.store, nothing, nothing, pages=DeviceProvenance(1), may_move=False
+            layers, self.store, nothing, nothing, pages=DeviceProvenance(1), may_move=lambda: False
         )
 
 
