@@ -19,9 +19,7 @@ _TROUBLE = re.compile(
     r"reject|fail|damaged|timeout|unauthentic|refus|_late$|dropped|swept|stale|unplaced|overrun"
 )
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-UNITS_SAID = (
-    "Sizes are in powers of 1,024, as those of the server's flags (1 GiB is what they call 1 GB)."
-)
+UNITS_SAID = "Sizes are in powers of 1,024 (1 GiB is 2^30 bytes), as those of the server's flags."
 """For the help of commands that print sizes."""
 
 State = dict[str, Any]

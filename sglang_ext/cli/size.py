@@ -77,7 +77,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes and speeds")
     for name, of in (("host-size", "DRAM"), ("disk-size", "disk; 0 for none")):
         text = f"GiB of {of}, instead of a choice by the traffic"
-        sizes.add_argument(f"--{name}", type=float, nargs="+", metavar="GB", help=text)
+        sizes.add_argument(f"--{name}", type=float, nargs="+", metavar="GIB", help=text)
     text = "of the disk, 10^9 bytes a second (%(default)s)"
     sizes.add_argument("--disk-gb-s", type=float, default=3.0, metavar="N", help=text)
     text = "of the server without reuse (twice what the traffic needs)"
@@ -125,7 +125,8 @@ def _size(chosen: argparse.Namespace) -> int:
 
 def _shown(one: Any) -> str:
     """A size and what it brings, as soon as that is known: the largest take the longest."""
-    return f"DRAM {one.size.host_gb:g} GiB, disk {one.size.disk_gb:g}: hit rate {one.hit_rate:.1%}"
+    size = f"DRAM {one.size.host_gb:g} GiB, disk {one.size.disk_gb:g} GiB"
+    return f"{size}: hit rate {one.hit_rate:.1%}"
 
 
 def _require_served(traffic: Any) -> None:

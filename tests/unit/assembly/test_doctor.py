@@ -74,6 +74,17 @@ def test_folders_that_it_made_to_try_are_gone(
     assert kept.is_dir(), "what was there stays"
 
 
+def test_all_sizes_are_in_one_unit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    disk = ["--hier-kv-disk-dir", str(tmp_path / "disk")]
+    status, checks = run(capsys, *SMALL, *disk, "--hier-kv-disk-size", "100000")
+    assert (status, checks["disk"]["state"]) == (0, "warning")
+    floor = [*disk, "--hier-kv-disk-free-floor", "100000"]
+    told = [checks, *(run(capsys, *each)[1] for each in (["--hier-kv-host-size", "99999"], floor))]
+    texts = [check["text"] for each in told for check in each.values()]
+    assert sum(text.count(" GiB") for text in texts) >= 5
+    assert [text for text in texts if re.search(r"\bGB\b", text)] == []
+
+
 def test_the_folder_of_a_server_that_starts_meanwhile_stays(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "deep"
     config = replace(HierKVConfig(), host_size=0.01, disk_dir=str(folder), disk_free_floor=0.0)

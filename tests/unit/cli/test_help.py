@@ -98,6 +98,8 @@ def test_help_has_examples_that_are_commands(name: str, monkeypatch: pytest.Monk
     assert "--json" in text
     if name in ("stats", "top", "inspect", "prune"):
         assert "powers of 1,024" in " ".join(text.split())
+    sizes = text.replace("GB/s", "")
+    assert "GB" not in sizes.replace("size=1GB", ""), "sizes are in GiB, here as in what it prints"
 
 
 def test_top_prints_a_document_for_each_look(url: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -348,7 +348,7 @@ def test_it_needs_neither_torch_nor_sglang() -> None:
     shown = done.stderr.splitlines()
     assert shown[0].startswith("simulated 0% of 1 size (a first run")
     assert "simulated 100% of 1 size, about 0 s left" in shown
-    assert re.fullmatch(r"DRAM \S+ GiB, disk \S+: hit rate \d+\.\d%", shown[-1])
+    assert re.fullmatch(r"DRAM \S+ GiB, disk \S+ GiB: hit rate \d+\.\d%", shown[-1])
 
 
 def test_help_has_the_defaults_that_chats_have() -> None:
