@@ -82,6 +82,7 @@ class Removed:
         is_dry: whether nothing was touched.
         held_by: who holds the folder, where that is a dry run beside a server; "" for nobody.
         what: each thing, a line.
+        brief: the same for people, where a whole name is more than they read.
         pages: of them.
         num_bytes: that they took.
         left: what was chosen, or may be meant, and stayed; a sentence each.
@@ -92,6 +93,7 @@ class Removed:
     is_dry: bool
     held_by: str = ""
     what: list[str] = field(default_factory=list)
+    brief: list[str] = field(default_factory=list)
     pages: int = 0
     num_bytes: int = 0
     left: list[str] = field(default_factory=list)
@@ -102,9 +104,10 @@ class Removed:
         """The exit status: 1 where something could not be removed."""
         return int(self.num_failed > 0)
 
-    def add(self, what: str, pages: int, num_bytes: int) -> None:
-        """Counts a thing."""
+    def add(self, what: str, pages: int, num_bytes: int, *, brief: str = "") -> None:
+        """Counts a thing; `brief` says it to people, where `what` is too long."""
         self.what.append(what)
+        self.brief.append(brief or what)
         self.pages += pages
         self.num_bytes += num_bytes
 
@@ -128,11 +131,11 @@ class Removed:
     def lines(self) -> list[str]:
         """For people."""
         verb = "would remove" if self.is_dry else "removed"
-        lines = [f"{verb} {what}" for what in self.what[:MOST_LINES]]
+        lines = [f"{verb} {what}" for what in self.brief[:MOST_LINES]]
         if len(self.what) > MOST_LINES:
             lines.append(f"... and {len(self.what) - MOST_LINES:,} more (--json has all)")
         lines += [f"left: {text}" for text in self.left]
-        total = f"{verb} {number_of(self.pages, 'page')} of {amount(self.num_bytes)}"
+        total = f"{verb} {number_of(self.pages, 'page')}, {amount(self.num_bytes)} in all"
         if self.held_by:
             lines.append(
                 f"these are figures of this moment: {self.held_by} holds the folder and goes on"

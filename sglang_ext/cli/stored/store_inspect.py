@@ -58,13 +58,13 @@ def lines_of_store(facts: Mapping[str, Any]) -> list[str]:
     namespaces = facts["namespaces"]
     records = sum(each["records"] for each in namespaces)
     num_bytes = sum(each["bytes"] for each in namespaces)
-    counted = f"{number_of(records, 'record')} of {amount(num_bytes)}"
+    counted = f"{number_of(records, 'record')}, {amount(num_bytes)} in all"
     place = f"{facts['store']}, prefix {facts['prefix']}"
     lines = [f"{place}: {counted}, namespaces: {len(namespaces)}"]
     for each in namespaces:
         lines.append(f"namespace {each['namespace']}")
         lines += [
-            f"  {kind:16}{found['records']:,} of {amount(found['bytes'])}"
+            f"  {kind:16}{found['records']:,}, {amount(found['bytes'])} in all"
             for kind, found in each["kinds"].items()
         ]
         if each["parts_alone"]:

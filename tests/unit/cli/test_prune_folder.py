@@ -232,7 +232,7 @@ def test_one_page_is_not_told_in_the_plural(tmp_path: Path, capsys: Capture) -> 
     _, out, _ = run(capsys, "prune", tmp_path, "--damaged")
     assert "removed 1 damaged page from " in out
     assert "seg-00000003.hkv, 1 stays\n" in out
-    assert "removed 1 page of 8 KiB\n" in out
+    assert "removed 1 page, 8 KiB in all\n" in out
     _, out, _ = run(capsys, "prune", tmp_path, "--all", "--dry-run")
     assert "seg-00000003.hkv: 1 page, " in out
 
