@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_ext.cli.usage import UsageError
+
 _TIMEOUT_S = 10.0
 # Counts that should be 0 while all is well.
 _TROUBLE = re.compile(
@@ -38,6 +40,7 @@ def fetch(url: str, api_key: str = "") -> list[State]:
 
     Raises:
         ServerStatsError: nobody answers there, or the plugin is off.
+        UsageError: the URL is none.
     """
     return states_of(url, server_info(url, api_key))
 
@@ -47,6 +50,7 @@ def server_info(url: str, api_key: str = "", timeout_s: float = _TIMEOUT_S) -> A
 
     Raises:
         ServerStatsError: nobody answers there.
+        UsageError: the URL is none.
     """
     address = address_of(url, "/server_info")
     try:
@@ -93,10 +97,10 @@ def address_of(url: str, path: str) -> str:
     """The address of a server's endpoint.
 
     Raises:
-        ServerStatsError: the URL is none.
+        UsageError: the URL is none.
     """
     if not url.startswith(("http://", "https://")):
-        raise ServerStatsError(f"a URL such as http://127.0.0.1:30000 is expected, got {url!r}")
+        raise UsageError(f"a URL such as http://127.0.0.1:30000 is expected, got {url!r}")
     return f"{url.rstrip('/')}{path}"
 
 

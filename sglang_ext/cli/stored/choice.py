@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from sglang_ext.cli.server_stats import amount, number_of
 from sglang_ext.cli.stored.verdict import MOST_LINES
+from sglang_ext.cli.usage import UsageError
 from sglang_ext.tiers.remote.url_options import life_s
 
 _DIGITS = re.compile(r"[0-9a-f]{1,64}")
@@ -36,11 +37,11 @@ class Choice:
         """What the command line says.
 
         Raises:
-            ValueError: nothing, or nothing that can be chosen; one sentence.
+            UsageError: nothing, or nothing that can be chosen; one sentence.
         """
         if chosen.namespace is not None:
             if not _DIGITS.fullmatch(chosen.namespace):
-                raise ValueError(
+                raise UsageError(
                     "--namespace must be the first hex digits of namespaces, as hier-kv inspect"
                     f" shows them, got {chosen.namespace!r}"
                 )
@@ -49,11 +50,11 @@ class Choice:
             try:
                 return cls(before_s=time.time() - life_s(chosen.older_than))
             except ValueError as error:
-                raise ValueError(
+                raise UsageError(
                     f"--older-than must be {error}, got {chosen.older_than!r}"
                 ) from error
         if not (chosen.damaged or chosen.all):
-            raise ValueError(
+            raise UsageError(
                 "nothing is chosen to be removed; give one of --namespace PREFIX, --damaged,"
                 " --older-than 7d and --all"
             )

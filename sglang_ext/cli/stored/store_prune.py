@@ -28,7 +28,8 @@ def prune_store(text: str, choice: Choice, seals: RecordSeals, *, is_dry: bool) 
         is_dry: whether to say only what would go.
 
     Raises:
-        TierConfigError: the URL cannot work, or the store fails.
+        UsageError: the URL cannot work.
+        TierConfigError: the store fails.
         OSError: a folder cannot be read.
     """
     with opened_store(text) as (url, listing, records):

@@ -177,6 +177,6 @@ def test_doctor_ends_with_the_commands_that_come_next(capsys: pytest.CaptureFixt
 
 
 def test_size_shows_how_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["size"]) == 1
+    assert main(["size"]) == 2
     example = capsys.readouterr().err.partition("--kv-bytes-per-token: ")[2]
     assert make_parser().parse_args(shlex.split(example)[1:]).command == "size"

@@ -265,9 +265,11 @@ def test_what_cannot_be_looked_at_is_refused(tmp_path: Path, capsys: Capture) ->
     down = f"redis://127.0.0.1:{free_port()}"
     assert "is it up" in refusal(capsys, "inspect", down)
     assert "lists no names" in refusal(capsys, "verify", "mooncake://master:50051")
-    assert refusal(capsys, "inspect", "ftp://x").startswith("hier-kv: the URL must begin with")
+    assert refusal(capsys, "inspect", "ftp://x", status=2).startswith(
+        "hier-kv: the URL must begin with"
+    )
     assert "folder that is there" in refusal(capsys, "inspect", f"file://{tmp_path}/absent")
-    assert "nothing is chosen" in refusal(capsys, "prune", down)
+    assert "nothing is chosen" in refusal(capsys, "prune", down, status=2)
     assert run_json(capsys, "inspect", f"file://{tmp_path}")[1]["namespaces"] == []
 
 
