@@ -168,6 +168,9 @@ def test_doctor_ends_with_the_commands_that_come_next(capsys: pytest.CaptureFixt
     assert sized.startswith("hier-kv size MODEL --chats-per-hour 2000 ")
     assert start == "python -m sglang.launch_server --model-path MODEL --enable-hier-kv"
     assert stats.startswith("hier-kv stats http://127.0.0.1:30000 ")
+    *_, start, stats = after("--port", "31000", "--host", "0.0.0.0")
+    assert start.endswith(" --enable-hier-kv --host 0.0.0.0 --port 31000")
+    assert stats.startswith("hier-kv stats http://127.0.0.1:31000 ")
     given = ["--model-path", "/my models/a", "--hier-kv-host-size", "2", "--hier-kv-disk-dir", "/d"]
     start, _ = after(*given)
     assert start == (
