@@ -30,6 +30,9 @@ _NUM_CHATS, _NUM_TURNS, _NUM_DOCUMENTS, _NUM_QUESTIONS = 20, 4, 6, 4
 _POOL_SHARE, _DRAM_SHARE = 1 / 6, 1 / 2  # of the working set; the disk holds all of it
 _PAGE, _SLOT_BYTES = 64, 266_240  # of the bundled model
 _LEAST_REUSE = 0.9
+_SIZE_COMMAND = (
+    ".venv/bin/hier-kv size tests/assets/tinylm --trace build/demo-trace.jsonl --block-tokens 64"
+)
 
 
 def main() -> int:
@@ -49,7 +52,8 @@ def main() -> int:
     _plot(found, report, BUILD / "demo.png")
     print(_intro(material, tokens))
     print(f"\n{_table(report).render()}\n\n{_sentence(report)}")
-    print(f"\n{BUILD / 'demo.json'}\n{BUILD / 'demo.png'}")
+    print(f"\n{BUILD / 'demo.json'}\n{BUILD / 'demo.png'}\n{BUILD / 'demo-trace.jsonl'}")
+    print(f"\nWhich sizes of DRAM and disk this traffic is worth:\n  {_SIZE_COMMAND}")
     problems = _problems(report)
     for problem in problems:
         print(f"demo: the effect is not there: {problem}", file=sys.stderr)

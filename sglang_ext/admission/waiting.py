@@ -3,9 +3,11 @@
 Where a request's pages lie is looked up when it enters the queue (`WaitingRoom.enter`, called by
 `seam/cache.py`), and again when what is stored has changed.
 
-A waiting request is held by a `Plan` of the page store: its pages move from disk, or from a remote
-store, to DRAM while others run, until they are there or the deadline is over. What a remote store
-has of them is asked when the request enters the queue, and fetched by its plan.
+A waiting request's prefetch is its `Plan` of the page store (`RequestPlans.make` begins it;
+`WaitingRoom.prefetch` is of prompts that nobody has sent). It holds the request: its pages move
+from disk, or from a remote store, to DRAM while others run, until they are there or the deadline is
+over. What a remote store has of them is asked when the request enters the queue, and fetched by its
+plan.
 
 With look-ahead the leading requests of the queue have plans: as many as DRAM may be pinned for
 together. A request further behind has none, so it never holds room that one before it needs; its

@@ -171,7 +171,8 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     config = config if one_copy is None else one_copy.config
     first_layer = int(kv_pool.start_layer) if place.pp_size > 1 else 0
     if pools.window is not None:
-        ropes, *window_ropes = ropes_of_parts(runner.model, pools, config)
+        moves = config.truncation != "off" and group is None and not place.shares_steps
+        ropes, *window_ropes = ropes_of_parts(runner.model, pools, moves=moves)
     else:
         of_stage = range(first_layer, first_layer + pool.num_layers)
         ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool, of_stage)
@@ -181,11 +182,11 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     remote_codec = build_remote_codec(*of_pages, has_states=snapshots is not None)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
-    # Without truncation no page of a hybrid is anything but exact; no draft's page is ever coded.
+    # Of hybrids, drafts and an index only what moves is anything but exact.
     # With prefill and decode servers no lossy codec was tried.
-    is_cut = pools.window is not None and config.truncation != "off"
+    has_moved = is_hybrid and all(rope.movable for rope in ropes)
     is_disaggregating = is_disaggregated(ctx.server_args.disaggregation_mode)
-    exact_only = (is_bound and not is_cut) or is_disaggregating
+    exact_only = (is_bound and not has_moved) or is_disaggregating
     rules = LocalPages(layout, ropes, config.rope, exact_only=exact_only)
     share = put_share(place) if alike and one_copy is None else EVERY_PAGE
     disk: RecordTier | None = None
@@ -211,8 +212,8 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     )
     # How long a stage computes says little of how long a prompt does.
     may_decide = disk_or_remote and place.pp_size == 1
-    moves = config.rope == "pre" and any(rope.movable for rope in ropes)
-    _tell_sizes(config, store, ctx.params.page_size, is_position_free=moves)
+    is_free = config.rope == "pre" and any(rope.movable for rope in ropes)
+    _tell_sizes(config, store, ctx.params.page_size, is_position_free=is_free)
     if not is_hybrid:  # of a hybrid's pages, which are of several kinds, not all are loaded
         tell_limits(config, store, ctx.params.page_size, int(ctx.model_config.context_len))
     return CacheParts(

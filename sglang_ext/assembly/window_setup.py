@@ -45,21 +45,20 @@ def bound_ropes(pool: DevicePool) -> list[LayerRope]:
     return [LayerRope(None, movable=False, reason=_REASON) for _ in range(pool.num_layers)]
 
 
-def ropes_of_parts(model: Any, pools: HybridPools, config: HierKVConfig) -> list[list[LayerRope]]:
+def ropes_of_parts(model: Any, pools: HybridPools, *, moves: bool) -> list[list[LayerRope]]:
     """How K of each layer is stored: of the full layers' part, then of each window layers' group.
 
     A page of the full layers and one of window layers go to another position together, or neither
-    does: where one layer's K cannot be moved, none is. Without truncation nothing is ever moved,
-    and K is stored as the engine has it.
+    does: where one layer's K cannot be moved, none is.
 
     Args:
         model: SGLang's loaded model.
         pools: of its full layers and its window layers.
-        config: the settings.
+        moves: pages may go to other positions; else K is stored as the engine has it.
     """
     parts = [pools.full, *pools.window_parts()]
     groups = pools.groups
-    if config.truncation == "off" or not isinstance(groups, LayerGroups):
+    if not moves or not isinstance(groups, LayerGroups):
         return [bound_ropes(part) for part in parts]
     layers = sorted({*groups.full, *groups.window})
     ropes = dict(zip(layers, discover_ropes(model, pools.full, layers), strict=True))

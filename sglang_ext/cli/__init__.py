@@ -37,7 +37,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = make_parser().parse_args(arguments)
     status = FAILED
     try:
-        return int(chosen.run(chosen))
+        status = int(chosen.run(chosen))
+        sys.stdout.flush()
+        return status
     except ModuleNotFoundError as error:
         # The others need neither torch nor SGLang, so they are no requirements of the package.
         said = (
@@ -46,6 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
     except KeyboardInterrupt:
         return 130  # as of a program that the signal ended
+    except BrokenPipeError:  # who read it, such as `head`, has enough
+        with open(os.devnull, "w") as nowhere:  # takes what the interpreter flushes at its end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        return 141  # as of a program that the signal ended
     except OSError as error:
         said = str(error)
         if error.filename is not None and error.strerror:
@@ -58,13 +64,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """Refuses what its command does not know itself, and so with that command's usage."""
+
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return known, unknown
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser of all commands."""
     parser = argparse.ArgumentParser(
         prog="hier-kv", description="Tools of the hierarchical KV cache for SGLang."
     )
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, parser_class=_CommandParser)
     _add_calibrate(commands.add_parser("calibrate", help="measure a model's codec profile"))
     _add_keygen(commands.add_parser("keygen", help="make a key for --hier-kv-key-file"))
     add_doctor(
@@ -154,7 +172,13 @@ def _add_top(parser: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(run=_top)
     _add_server(parser)
-    parser.add_argument("--every", type=float, default=2.0, metavar="SECONDS", help="(%(default)s)")
+    parser.add_argument(
+        "--every",
+        type=float,
+        default=2.0,
+        metavar="SECONDS",
+        help="from one look to the next (%(default)s)",
+    )
     parser.add_argument("--count", type=int, metavar="N", help="so many looks, then end")
     parser.add_argument("--json", action="store_true", help="for programs; a line for each look")
 
@@ -189,9 +213,9 @@ def _top(chosen: argparse.Namespace) -> int:
     from sglang_ext.cli.server_stats import describe as lines_of
 
     if not 0 < chosen.every <= _MAX_EVERY_S:
-        raise UsageError(f"--every must be above 0 and at most {_MAX_EVERY_S} s")
+        raise UsageError(f"--every must be above 0, at most {_MAX_EVERY_S} s, got {chosen.every:g}")
     if chosen.count is not None and chosen.count < 1:
-        raise UsageError("--count must be above 0")
+        raise UsageError(f"--count must be above 0, got {chosen.count}")
     before: list[State] = []
     looked_s, num_looks = time.monotonic(), 0
     with contextlib.suppress(KeyboardInterrupt):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from sglang_ext.cli.examples import describe
 from sglang_ext.cli.usage import UsageError
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.flags import add_flags, config_from_namespace
 from sglang_ext.settings.values import flag_name
@@ -54,24 +55,9 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(chosen: argparse.Namespace) -> int:
-    from sglang_ext.assembly.doctor.checks import check_sglang, look
+    from sglang_ext.assembly.doctor.checks import check_sglang
 
-    if chosen.contract:
-        checks = [check_sglang(Path(chosen.contract))]
-    else:
-        chosen.enable_hier_kv = True  # its flags mean something here without it, too
-        if chosen.port is not None and not 0 < chosen.port < 1 << 16:
-            raise UsageError(f"--port must be from 1 to 65535, got {chosen.port}")
-        config = config_from_namespace(chosen)
-        assert config is not None
-        looked = look(
-            config,
-            model_path=chosen.model_path,
-            host=chosen.host,
-            port=chosen.port,
-            speeds=chosen.speeds,
-        )
-        checks = list(looked)
+    checks = [check_sglang(Path(chosen.contract))] if chosen.contract else _look(chosen)
     if chosen.json:
         print(json.dumps([asdict(check) for check in checks], indent=1))  # noqa: T201
     else:
@@ -80,6 +66,28 @@ def _doctor(chosen: argparse.Namespace) -> int:
         if not chosen.contract:
             print("\n".join(["next:", *(f"  {line}" for line in next_steps(chosen, checks))]))  # noqa: T201
     return int(any(check.state == "refused" for check in checks))
+
+
+def _look(chosen: argparse.Namespace) -> list[Check]:
+    """The checks of a start; of flags that no server takes, only what is wrong with them."""
+    from sglang_ext.assembly.doctor.checks import Check, check_sglang, look
+
+    if chosen.port is not None and not 0 < chosen.port < 1 << 16:
+        raise UsageError(f"--port must be from 1 to 65535, got {chosen.port}")
+    chosen.enable_hier_kv = True  # its flags mean something here without it, too
+    try:
+        config = config_from_namespace(chosen)
+    except HierKVConfigError as error:
+        return [check_sglang(), Check("settings", "refused", str(error))]
+    assert config is not None
+    looked = look(
+        config,
+        model_path=chosen.model_path,
+        host=chosen.host,
+        port=chosen.port,
+        speeds=chosen.speeds,
+    )
+    return list(looked)
 
 
 def next_steps(chosen: argparse.Namespace, checks: Sequence[Check]) -> list[str]:

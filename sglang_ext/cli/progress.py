@@ -79,8 +79,10 @@ class Sizes:
         if self._begin is not None and step > self._shown:
             self._shown = step
             begin_s, begin = self._begin
-            each_s = (time.monotonic() - begin_s) / max(share - begin, 1e-9)
-            text = f"{self._what.format(share)}, about {each_s * (1 - share):,.0f} s left"
+            text = self._what.format(share)
+            if share > begin:  # the first share is where the measure begins
+                left_s = (time.monotonic() - begin_s) / (share - begin) * (1 - share)
+                text += f", about {left_s:,.0f} s left"
             self._stream.show(share, text)
 
     def found(self, text: str) -> None:

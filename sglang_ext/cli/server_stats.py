@@ -20,6 +20,8 @@ _TIMEOUT_S = 10.0
 _TROUBLE = re.compile(
     r"reject|fail|damaged|timeout|unauthentic|refus|_late$|dropped|swept|stale|unplaced|overrun"
 )
+# By the gauge of its breaker.
+_STORE_USE = {0: "in use", 1: "tried again", 2: "left alone as it fails"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 UNITS_SAID = "Sizes are in powers of 1,024 (1 GiB is 2^30 bytes), as those of the server's flags."
 """For the help of commands that print sizes."""
@@ -161,7 +163,9 @@ def _described(now: State, before: State | None, seconds: float) -> list[str]:
     stored = f"K {now['rope']}, codec {now['codec']}"
     lines = [
         f"rank tp {now['tp_rank']} dp {now['dp_rank']}: {pages}, {stored}",
-        _row("DRAM", _dram(now), f"{counts('saved_pages')} saved, {counts('evicted_pages')} left"),
+        _row(
+            "DRAM", _dram(now), f"{counts('saved_pages')} saved, {counts('evicted_pages')} evicted"
+        ),
     ]
     if disk:
         disk_counts = _Counts(disk, (before or {}).get("disk"), seconds)
@@ -170,8 +174,10 @@ def _described(now: State, before: State | None, seconds: float) -> list[str]:
         lines.append(_row("disk", size, f"{moved}, {disk['mode']} I/O"))
     remote = now["remote"]
     if remote:
-        well = {name: n for name, n in remote.items() if not name.startswith("error")}
-        lines.append(_row("remote", "", _named(well) or "nothing yet"))
+        said = ("error", "breaker_state")
+        well = {name: n for name, n in remote.items() if not name.startswith(said)}
+        use = _STORE_USE.get(remote.get("breaker_state", 0), "")
+        lines.append(_row("remote", use, _named(well) or "nothing yet"))
     ready, late = (host.get(f"admitted_{kind}_requests", 0) for kind in ("ready", "late"))
     noun = noun_of(host.get("loaded_pages", 0), "page")
     reused = f"{counts('loaded_pages')} {noun} came back"

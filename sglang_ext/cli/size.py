@@ -26,6 +26,9 @@ tokens behind the same ones; --block-tokens for others).
 """
 _BLOCK_TOKENS = 512
 _PAGE_TOKENS = 64
+# DRAM of so many times what is worth keeping has room for everything; a hit rate so far below what
+# is possible is then no lack of room.
+_ROOMY, _FAR = 1.5, 0.2
 # What each may be at the least and at the most, and what to do where it is another.
 _BOUNDS: dict[str, tuple[float, float, str]] = {
     "kv_bytes_per_token": (1, 1 << 40, "give the bytes of a token on all ranks, or a model"),
@@ -297,6 +300,7 @@ def _table(model: Any, traffic: Any, found: Sequence[Any], best: Any) -> list[st
         "hit rate: share of prompt tokens that are not computed, by where they lie at their turn.",
         "The device's own cache is left out: it adds little where DRAM is larger than it.",
         *_of_load(traffic, found),
+        *_of_computing(traffic, found, worth_gb),
         *_next(best),
     ]
 
@@ -328,4 +332,17 @@ def _of_load(traffic: Any, found: Sequence[Any]) -> list[str]:
     return [
         f"too slow: what such a size does not spare is more than {speed:,.0f} tokens a second;",
         "requests would wait ever longer.",
+    ]
+
+
+def _of_computing(traffic: Any, found: Sequence[Any], worth_gb: float) -> list[str]:
+    """What is to be said where DRAM has room for everything, and most of it is computed anew."""
+    roomy = [one for one in found if one.size.host_gb >= _ROOMY * worth_gb and one.load < 1]
+    if not roomy or any(one.hit_rate > one.possible - _FAR for one in roomy):
+        return []
+    speed = traffic.prefill_tokens_per_s / traffic.scale
+    return [
+        f"There is room and little is reused: at {speed:,.0f} tokens a second (twice what the",
+        "traffic needs, unless --prefill-tokens-per-s says it) computing is quicker than loading.",
+        "Ask about one server: its part of the traffic, and its speed.",
     ]

@@ -383,6 +383,8 @@ def parse_level(codec_id: str, text: str) -> int | None:
         return int(names.index(text))
     num_levels = kind.num_levels if kind is not None else cls.num_levels
     if not text.isascii() or not text.isdigit() or len(text) > 4 or int(text) >= num_levels:
+        if num_levels == 1:
+            raise CodecError(f"there is one level, so leave it out, got {text[:40]!r}")
         known = f"{', '.join(names)} or " if names else ""
         raise CodecError(f"levels are {known}0 to {num_levels - 1}, got {text[:40]!r}")
     return int(text)

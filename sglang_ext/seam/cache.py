@@ -515,7 +515,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         with naming.pages_of(req):
             hashes = hashes_of(key, self.page_size)
         lineage = lineage_of(req)
-        if lineage is not None:
+        if lineage is not None and self.truncated.composes:
             self.truncated.enqueue(req, lineage, space, device_pages, hashes, key)
             return
         num_on_device = min(device_pages, num_pages)

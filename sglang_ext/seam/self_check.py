@@ -82,11 +82,11 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
         for layer, spread in failed.items():
             copier.bind(layer, f"rows differ by {spread:.2f} after the rotation was taken out")
     _bind_what_others_bound(cache, failed)
-    ropes = [rope for each in copiers for rope in each.ropes]
+    num_layers, num_movable = _count_layers(cache.hier_linker)
     logger.info(
         "hier-kv: self-check: the rotation of %d of %d layers is understood",
-        sum(rope.movable for rope in ropes),
-        len(ropes),
+        num_movable,
+        num_layers,
     )
     cache.metrics_reporter_hier.set_info(self_check_failed_layers=sorted(failed))
 
@@ -94,6 +94,14 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
 def _may_move(linker: HierKVLinker) -> bool:
     """Whether anything is to be checked; of a hybrid all layers are bound, or none is."""
     return linker.movable or not linker.is_hybrid
+
+
+def _count_layers(linker: HierKVLinker) -> tuple[int, int]:
+    """The model's layers, and those of them whose K can be moved; a group may repeat some."""
+    if linker.windows is None:
+        return linker.copier.pool.num_layers, sum(rope.movable for rope in linker.copier.ropes)
+    layers = {layer for part in linker.windows.model_layers for layer in part}
+    return len(layers), len(layers) if linker.movable else 0
 
 
 def _check_windows(

@@ -4,7 +4,8 @@ Every refusal is one sentence with what was expected, what came and what to do. 
 with more known: ``check_arguments`` as they were given, ``check_resolved`` when SGLang has decided
 all of them and read the model's configuration (both in the main process, before weights load), and
 ``check_ranks``, ``check_model``, ``check_tree`` and
-``check_attention`` of what was then built.
+``check_attention`` of what was then built. Which values an argument of SGLang's may have is in
+`arguments.py`; a refusal of one is an entry of its ``LIMITED``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from sglang_ext.settings.speculation import (
     outside_speculation,
 )
 from sglang_ext.settings.stages import STAGED_HYBRIDS, WITHOUT_STAGES, outside_stages
-from sglang_ext.settings.untried import has_attention_dp
+from sglang_ext.settings.untried import has_attention_dp, of_match
 
 DEFAULT_PAGE_SIZE = 64
 # By name, as the classes of other devices and pools are subclasses of these.
@@ -176,7 +177,7 @@ def _check_windows(resolved: Resolved, config: HierKVConfig) -> None:
         codec,
         # It leaves pages to be computed, and a window is no use without all of its pages.
         ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
-        *_of_moved_windows(read, config, kind),
+        of_match(read, config, kind),
         ("--hier-kv-tree-core python", config.tree_core),
         ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),
         ("no --enable-streaming-session", "it" if read("enable_streaming_session") else ""),
@@ -195,22 +196,6 @@ def _check_windows(resolved: Resolved, config: HierKVConfig) -> None:
             _refuse(f"{expected} with sliding-window layers", f"{found}", advice)
 
 
-def _of_moved_windows(
-    read: Callable[[str], Any], config: HierKVConfig, kind: str
-) -> list[tuple[str, Any]]:
-    """(what is expected, what was found) where windows may go to other positions.
-
-    Ranks do not agree yet on what a window behind a cut is made of, and K of blocks stays bound.
-    """
-    if config.truncation == "off":
-        return []
-    if kind != _WINDOW_KINDS[0]:
-        return [("--hier-kv-truncation off", config.truncation)]
-    num_ranks = read("tp_size") or 1
-    expected = f"--tp-size 1 with --hier-kv-truncation {config.truncation}"
-    return [(expected, num_ranks)] if num_ranks > 1 else []
-
-
 def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
     """Refuses what was not tried with layers that have a state a sequence."""
     read, kind = resolved.values.get, resolved.model_kind
@@ -223,7 +208,7 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
         # It leaves pages to be computed, and a state is no use without all pages before it.
         ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
-        ("--hier-kv-truncation off", config.truncation),
+        of_match(read, config, kind),
         ("--hier-kv-tree-core python", config.tree_core),
         ("no --speculative-algorithm", read("speculative_algorithm") or ""),
         ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.settings.values import flag_name
+from sglang_ext.settings.values import KINDS, flag_name, shown
 
 ENV_CONFIG = "SGLANG_HIER_KV_CONFIG"
 
@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for item in fields(HierKVConfig):
         options: dict[str, Any] = {
-            "type": type(item.default),
+            "type": _reader(type(item.default)),
             # Absent unless given: a flag without --enable-hier-kv is refused, whatever its value.
             "default": argparse.SUPPRESS,
             "help": f"{item.metadata['help']} Default: {item.default!r}.".replace("%", "%%"),
@@ -89,6 +89,20 @@ def split_engine_kwargs(kwargs: dict[str, Any]) -> tuple[HierKVConfig | None, di
             "effect."
         )
     return config_from_environment(), rest
+
+
+def _reader(kind: type) -> Callable[[str], Any]:
+    """What reads a flag's text as its type, and says of a size with a unit what is wrong."""
+
+    def read(text: str) -> Any:
+        try:
+            return kind(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(
+                f"{KINDS[kind]} without a unit is expected, got {shown(text)}"
+            ) from error
+
+    return read
 
 
 def engine_args_factory(

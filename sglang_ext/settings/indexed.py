@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.lossless import lossy_codec
-from sglang_ext.settings.untried import adapters_and_sessions, outside
+from sglang_ext.settings.untried import adapters_and_sessions, of_match, outside
 
 KIND = "indexed"
 
@@ -28,7 +28,7 @@ def outside_index(read: Callable[[str], Any], config: HierKVConfig) -> Iterator[
         ("--dp-size 1", read("dp_size") or 1),
         ("--nnodes 1", read("nnodes") or 1),
         *adapters_and_sessions(read),
-        ("--hier-kv-truncation off", config.truncation),
+        of_match(read, config, KIND),
         ("--hier-kv-tree-core python", config.tree_core),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
     )

@@ -39,6 +39,19 @@ class ModelKind:
         return not self.expected
 
 
+def may_move(kind: str, num_ranks: int) -> bool:
+    """Whether pages of a model may go to other positions, as far as its kind says.
+
+    Several ranks do not agree yet on what a window behind a cut is made of, and K of blocks, of
+    layers beside states and of latent rows with an index is stored as the engine has it.
+
+    Args:
+        kind: a key of `MODEL_KINDS`.
+        num_ranks: that serve a request together.
+    """
+    return kind in ("mha", "mla") or (kind == "swa" and num_ranks == 1)
+
+
 _ONE_POOL = "add --disable-hybrid-swa-memory, which keeps all layers' KV in one pool, or " + WITHOUT
 
 MODEL_KINDS = {
@@ -62,21 +75,25 @@ MODEL_KINDS = {
     "swa": ModelKind(
         "a second pool for layers that see a window or a chunk, with K and V of the same shape",
         "gpt-oss, Mellum, Laguna, Llama 4, Step 3.5",
-        "exact, at the saved position, by one rank or several tensor parallel ones, with codecs "
-        "that lose nothing, without truncation, adapters, sessions or `--hier-kv-slo-ms`; run on "
-        "a CPU with a small gpt-oss and a small Mellum, and by one rank with a small Llama 4 and "
-        "a small Step 3.5 without experts",
+        "exact, by one rank or several tensor parallel ones, with codecs that lose nothing, "
+        "without adapters, sessions or `--hier-kv-slo-ms`; moved by one rank, where the rotation "
+        "of all layers is understood (by more, what is cut is computed anew behind each new cut); "
+        "run on a CPU with a small gpt-oss and a small Mellum, and "
+        "by one rank, exact alone, with a small Llama 4 and a small Step 3.5 without experts",
         "tests/e2e/models/test_windows.py; tests/e2e/models/test_restored_kinds.py; "
-        "tests/e2e/models/test_hybrid_ranks.py; "
-        "tests/property/hybrids/test_window_interleavings.py",
+        "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/models/test_cut_hybrids.py; "
+        "tests/property/hybrids/test_window_interleavings.py; "
+        "tests/property/hybrids/test_window_truncation.py",
     ),
     "swa of two shapes": ModelKind(
         "a second pool for the window's layers, with K and V of another shape",
         "Gemma 4 (prompts with images or sound are neither stored nor loaded), MiMo V2",
         "exact, at the saved position, by one rank or several tensor parallel ones, without codec "
-        "and with what is refused for those of one shape; run on a CPU with a small model of "
-        "each, without experts, by one rank and by two, of which MiMo V2 had a remote store",
+        "and with what is refused for those of one shape; prompts that are cut, computed anew "
+        "behind each new cut (run with Gemma 4); run on a CPU with a small model of each, without "
+        "experts, by one rank and by two, of which MiMo V2 had a remote store",
         "tests/e2e/models/test_restored_kinds.py; tests/unit/device/test_blocks.py; "
+        "tests/e2e/models/test_cut_hybrids.py; "
         "tests/property/hybrids/test_window_interleavings.py; "
         "tests/property/hybrids/test_hybrid_ranks_decide.py",
     ),
@@ -111,15 +128,16 @@ MODEL_KINDS = {
         "a state a sequence beside K and V of every head (Mamba2, gated delta rule)",
         "Granite 4, Nemotron-H, Falcon-H1, Qwen3-Next, Qwen3.5",
         "exact, at the positions at which SGLang's tree keeps a state, by one rank or several "
-        "tensor parallel ones, with codecs that lose nothing, without truncation, adapters or "
-        "sessions; run on a CPU with a small model of each, those of "
+        "tensor parallel ones, with codecs that lose nothing, without adapters or "
+        "sessions; prompts that are cut, computed anew behind each new cut (run by one rank of "
+        "Qwen3-Next); run on a CPU with a small model of each, those of "
         "Granite 4 and Nemotron-H without experts, by two ranks Qwen3-Next, Qwen3.5 and "
         "Nemotron-H, all three with a remote store; "
         'prompts with images of Qwen3.5 ("Images" below); Granite 4 and Falcon-H1 without '
         "`--cuda-graph-backend-prefill breakable`, SGLang's default on a GPU",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/models/test_state_store_ranks.py; "
-        "tests/e2e/images/test_image_states.py; "
+        "tests/e2e/images/test_image_states.py; tests/e2e/models/test_cut_hybrids.py; "
         "tests/property/hybrids/test_state_interleavings.py; "
         "tests/property/hybrids/test_hybrid_ranks_decide.py",
     ),
@@ -158,10 +176,11 @@ MODEL_KINDS = {
         "exact, at the saved position, index rows with the latent ones; by one rank or several "
         "tensor parallel ones of one node, with data parallel attention, with prefill and decode "
         "servers, with their draft layer, with codecs that lose nothing (without a draft layer), "
-        "without truncation, adapters or sessions; run with a small GLM-5 and a small DeepSeek "
-        "V3.2, with experts in the draft layer alone, on a CPU",
+        "without adapters or sessions; prompts that are cut, computed anew behind each new cut "
+        "(run with GLM-5, by one rank); run with a small GLM-5 and a small DeepSeek V3.2, with "
+        "experts in the draft layer alone, on a CPU",
         "tests/e2e/models/test_index.py; tests/e2e/models/test_latent_drafts.py; "
-        "tests/e2e/models/test_latent_attention_dp.py; "
+        "tests/e2e/models/test_latent_attention_dp.py; tests/e2e/models/test_cut_hybrids.py; "
         "tests/e2e/remote/test_disaggregation_index.py; tests/unit/device/test_index_pool.py",
     ),
     "sparse": ModelKind(

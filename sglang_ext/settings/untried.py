@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.model_kinds import may_move
+
 
 def on(value: Any) -> str:
     """The words for a switch that came on and should be off; "" where it is off."""
@@ -29,6 +32,18 @@ def adapters_and_sessions(read: Callable[[str], Any]) -> Iterator[tuple[str, str
     yield "no --enable-lora", on(read("enable_lora") or read("lora_paths"))
     yield "no --enable-streaming-session", on(read("enable_streaming_session"))
     yield "no --enable-session-radix-cache", on(read("enable_session_radix_cache"))
+
+
+def of_match(read: Callable[[str], Any], config: HierKVConfig, kind: str) -> tuple[str, str]:
+    """What is expected, and what came, where text found by content could not be moved.
+
+    Args:
+        read: an argument's value by its name.
+        config: the plugin's settings.
+        kind: the model's, of `MODEL_KINDS`.
+    """
+    moves = config.truncation in ("off", "overflow") or may_move(kind, read("tp_size") or 1)
+    return "--hier-kv-truncation overflow or off", "" if moves else config.truncation
 
 
 def outside(rows: Iterable[tuple[str, Any]], mode: str) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,8 @@ def flag_name(field_name: str) -> str:
     return "--hier-kv-" + field_name.replace("_", "-")
 
 
-_KINDS = {float: "a number", int: "a whole number", str: "a string"}
+KINDS = {float: "a number", int: "a whole number", str: "a string"}
+"""The types that settings have, as messages call them."""
 
 
 def shown(value: object) -> str:
@@ -43,4 +44,4 @@ def coerce(name: str, value: Any, kind: type) -> Any:
     # A URL that is no text may hold a password all the same.
     is_plain = isinstance(value, (str, int, float))
     got = shown(value) if is_plain else f"a {type(value).__name__}"
-    raise HierKVConfigError(f"{flag_name(name)} must be {_KINDS[kind]}, got {got}.")
+    raise HierKVConfigError(f"{flag_name(name)} must be {KINDS[kind]}, got {got}.")

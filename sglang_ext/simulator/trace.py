@@ -62,7 +62,8 @@ def read_trace(
                     lines.append(_parse(text, where))
                     _check(lines, parents, where, block_tokens)
     except (OSError, lzma.LZMAError, EOFError, UnicodeDecodeError) as error:
-        text = f"the trace {path} cannot be read ({error}); give a file with one request a line"
+        why = getattr(error, "strerror", None) or error
+        text = f"the trace {path} cannot be read ({why}); give a file with one request a line"
         raise TraceError(text) from error
     if not lines:
         raise TraceError(f"the trace {path} holds no request; give a file with one request a line")

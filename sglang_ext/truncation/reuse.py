@@ -68,6 +68,11 @@ class TruncatedReuse:
         self.is_movable = is_movable
         self._windows = windows
 
+    @property
+    def composes(self) -> bool:
+        """Whether cut prompts are made of pages of others; else they are prompts like any other."""
+        return self.is_movable()
+
     # ---- matches ----
 
     def ready_pages(
@@ -198,20 +203,13 @@ class TruncatedReuse:
     def _leave_behind(self, req: Any, lineage: Lineage, space: KeySpace) -> None:
         """Tells the placement policy which stored pages the conversation goes on without."""
         lookahead = self._store.lookahead
-        if lookahead is None or not self._takes_others(req) or not isinstance(lineage, CutLineage):
+        if lookahead is None or not _may_take_others(req) or not isinstance(lineage, CutLineage):
             return
         size = self._page_size
         for source in lineage.sources(0, _none_usable):
             first, end = -(-source.begin // size), (source.begin + source.shift) // size
             if first < end:
                 lookahead.leave_behind(space, source.hashes, first, end)
-
-    def _takes_others(self, req: Any) -> bool:
-        """Whether a truncated request may be given pages of other prompts.
-
-        Whoever wants exact KV gets none, nor does a model whose K cannot move.
-        """
-        return _may_take_others(req) and self.is_movable()
 
     def _compose(
         self,
@@ -235,13 +233,10 @@ class TruncatedReuse:
             usable: Bools = ((flags & np.uint8(need)) != 0) & (quality <= limit)
             return usable
 
-        def if_movable(hashes: Hashes) -> Bools:
-            return usable_of(hashes) if self.is_movable() else _none_usable(hashes)
-
         before = np.zeros((device_len // size, 32), np.uint8)
         end = device_len + len(tail) * size
         own = Source(0, 0, end, np.concatenate([before, tail]), usable_of)
-        others = lineage.sources(end, if_movable) if _may_take_others(req) else []
+        others = lineage.sources(end, usable_of) if _may_take_others(req) else []
         if not self._admission.decides_alone:
             agree_on([own, *others], device_len, end, size, self._admission.everywhere)
         found = compose(device_len, end, size, own, others)
@@ -294,6 +289,7 @@ class TruncatedReuse:
 
 
 def _may_take_others(req: Any) -> bool:
+    """Whether a truncated request may be given pages of other prompts; exact KV is never moved."""
     return max_quality_of(req) >= Quality.APPROXIMATED
 
 

@@ -11,7 +11,7 @@ from sglang_ext.seam.metrics import names as metrics
 from sglang_ext.settings.arguments import FREE, LIMITED, flag
 from sglang_ext.settings.compat import Resolved, check_resolved
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.settings.model_kinds import MODEL_KINDS, SERVED_MODES
+from sglang_ext.settings.model_kinds import MODEL_KINDS, SERVED_MODES, may_move
 from sglang_ext.settings.values import flag_name
 
 
@@ -104,6 +104,7 @@ _KINDS: dict[str, tuple[str, dict[str, str]]] = {
 # What of the plugin's settings a cell tells of, and the letters for it.
 _WAYS: dict[str, HierKVConfig] = {
     "E": HierKVConfig(),
+    "T": HierKVConfig(truncation="overflow"),
     "M": HierKVConfig(truncation="overflow"),
     "L": HierKVConfig(codec="lossless", disk_dir="/d"),
     "Q": HierKVConfig(codec="hier", disk_dir="/d"),
@@ -130,6 +131,7 @@ def _cell(kind: str, architectures: dict[str, str], values: dict[str, Any]) -> s
             letter
             for letter, config in _WAYS.items()
             if _is_taken(kind, architecture, values, config)
+            and (letter != "M" or may_move(kind, values.get("tp_size", 1)))
         )
         taken.setdefault(letters or "no", []).append(name)
     if len(taken) == 1:

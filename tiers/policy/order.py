@@ -1,4 +1,8 @@
-"""Base orders: which of the pages that nobody waits for leaves first. By id, one file each."""
+"""Base orders: which of the pages that nobody waits for leaves first. By id, one file each.
+
+A new one is a subclass of `BaseOrder` and its line here, or the entry point of another package
+(`sglang_ext/registry.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The placement policy: what is known of pages and of the queue, and what to fetch ahead.
 
-What leaves a tier is decided by this knowledge in `tier_lists.py`.
+What leaves a tier is decided by this knowledge in `tier_lists.py`. Which of the pages that nobody
+waits for is a base order: `order.py` has them, and takes new ones.
 
 Source: AttentionStore, section 3.3. Pure: clock, queue and pages are arguments. The same code
 decides in the server, where a row is a row of the page index, and in `python -m bench policies`,

@@ -1,4 +1,8 @@
-"""Engines by URL scheme. An engine's module is imported only when its scheme is asked for."""
+"""Engines by URL scheme. An engine's module is imported only when its scheme is asked for.
+
+A new store is a module in `engines/` as `EngineModule` says, with a `RemoteEngine` (`base.py`), and
+its line here, or the entry point of another package (`sglang_ext/registry.py`).
+"""
 
 from __future__ import annotations
 

@@ -159,6 +159,8 @@ def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
             if not chosen.place:  # a variable that is not set; `Path` takes it for the folder here
                 raise UsageError("a folder or a URL is expected, got an empty text")
             return command(chosen)
+        except BrokenPipeError:  # is `main`'s to end
+            raise
         except PermissionError as error:
             path = error.filename or chosen.place
             text = f"{path} must be this user's to read, and is not; run it as the server's user"

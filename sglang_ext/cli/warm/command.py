@@ -68,7 +68,7 @@ def _warm(chosen: argparse.Namespace) -> int:
     server = WarmedServer(chosen.url, Keys(chosen.api_key, admin_key_of(chosen)), chosen.timeout_s)
     before, begin_s = server.counts(), time.monotonic()
     summary = Summary(server.page_size)
-    progress = Progress("warmed", num_bytes)
+    progress = Progress("went through", num_bytes)
     documents = read_documents(chosen.files, common)
     _warm_all(server, documents, chosen, summary, progress)
     progress.end()

@@ -202,12 +202,16 @@ WINDOW_FLAGS = {
         *("--hier-kv-remote-url", "file://@/windows?size=1GB"),
     ],
     "of whole schedulers": ["--dp-size", "2"],
+    "of prompts that may be cut": ["--hier-kv-truncation", "all"],
     "in one pool": ["--disable-hybrid-swa-memory", "--hier-kv-truncation", "overflow"],
 }
 # What windows in a pool of their own were not tried with.
 NO_WINDOWS = {
     "a codec": (["--hier-kv-codec", "host=hier"], "a --hier-kv-codec that loses nothing"),
-    "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
+    "match by ranks": (
+        ["--tp-size", "2", "--hier-kv-truncation", "match"],
+        "--hier-kv-truncation overflow or off",
+    ),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
 }
 
@@ -235,7 +239,7 @@ STATES: dict[str, dict[str, Any]] = {
 # What states were not tried with.
 NO_STATES = {
     "a codec": (["--hier-kv-codec", "host=hier"], "a --hier-kv-codec that loses nothing"),
-    "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
+    "match": (["--hier-kv-truncation", "match"], "--hier-kv-truncation overflow or off"),
     "adapters": (["--lora-paths", "tone=@/tone"], "no --enable-lora"),
     "lazy states": (
         ["--mamba-radix-cache-strategy", "extra_buffer_lazy"],

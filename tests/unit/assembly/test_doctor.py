@@ -59,6 +59,20 @@ def test_a_good_set_up_is_good(capsys: pytest.CaptureFixture[str], tmp_path: Pat
     assert list(tmp_path.iterdir()) == [], "it leaves nothing behind"
 
 
+def test_flags_that_no_server_takes_are_a_check_too(capsys: pytest.CaptureFixture[str]) -> None:
+    status, checks = run(capsys, "--hier-kv-codec", "lossless")
+    assert status == 1
+    assert {name: one["state"] for name, one in checks.items()} == {
+        "sglang": "ok", "settings": "refused",
+    }  # fmt: skip
+    assert "add --hier-kv-disk-dir" in checks["settings"]["text"]
+    assert main(["doctor", "--hier-kv-codec", "lossless"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    assert f"settings: refused. {checks['settings']['text']}\n" in captured.out
+    assert captured.out.endswith("# mend what is refused above (settings), and look again\n")
+
+
 def test_folders_that_it_made_to_try_are_gone(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

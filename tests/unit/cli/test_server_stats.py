@@ -89,6 +89,13 @@ def test_forged_records_are_trouble() -> None:
     assert "get_records 6" in text
 
 
+def test_whether_a_store_is_used_is_in_words() -> None:
+    for breaker_state, use in enumerate(("in use", "tried again", "left alone as it fails")):
+        shown = state()
+        shown["remote"] = {"breaker_state": breaker_state, "probes": 3}
+        assert f"  remote  {use}, probes 3" in describe(shown)
+
+
 def test_what_became_of_prompt_tokens_is_one_line() -> None:
     counts = {
         "requested_tokens": 1000, "reused_device_tokens": 100, "reused_disk_tokens": 400,

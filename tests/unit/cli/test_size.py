@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.cli import main
+from sglang_ext.cli.progress import Sizes
 from sglang_ext.cli.size import _CHATS, _table
 from sglang_ext.simulator.engine import run
 from sglang_ext.simulator.model_config import read_model
@@ -316,6 +317,16 @@ def test_a_size_that_cannot_keep_up_is_said_to_be_too_slow() -> None:
     assert "hier-kv doctor" not in text
 
 
+def test_room_that_is_not_used_as_computing_is_quicker_is_told() -> None:
+    traffic, model = of_chats(Chats(60), 64, 50.0), read_model(TINYLM)
+    little, much = made(1 / 1024, 0, 0.05), made(64, 0, 0.1)
+    assert "There is room and little is reused" in "\n".join(
+        _table(model, traffic, [little, much], much)
+    )
+    for sizes in ([little], [little, made(64, 0, 0.85)]):
+        assert "There is room" not in "\n".join(_table(model, traffic, sizes, sizes[-1]))
+
+
 def test_what_the_gpu_has_to_compute_is_told_from_the_traffic() -> None:
     chats = Chats(3600, turns=1, first_tokens=1000)
     demand = of_chats(chats, 64, 50.0).demand
@@ -363,6 +374,18 @@ def test_it_needs_neither_torch_nor_sglang() -> None:
     assert shown[0].startswith("simulated 0% of 1 size (a first run")
     assert "simulated 100% of 1 size, about 0 s left" in shown
     assert re.fullmatch(r"DRAM \S+ GiB, disk \S+ GiB: hit rate \d+\.\d%", shown[-1])
+
+
+def test_no_time_is_told_before_there_is_a_measure_of_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    tell = Sizes(2)
+    for share in (0.25, 1.0):
+        tell(share)
+    assert capsys.readouterr().err.splitlines() == [
+        "simulated 25% of 2 sizes",
+        "simulated 100% of 2 sizes, about 0 s left",
+    ]
 
 
 def test_help_has_the_defaults_that_chats_have() -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from sglang_ext import cli
 from sglang_ext.cli import main
 from tests.unit.cli.stub_server import QuietHandler, serving
 
+RUN = "import sys; from sglang_ext.cli import main; sys.exit(main(sys.argv[1:]))"
 # By path: status and body.
 ANSWERS = {
     "plain": (200, b'{"internal_states": [{"memory_usage": {}}]}'),
@@ -102,7 +106,8 @@ def test_where_nobody_answers_is_said(
         (("stats", "127.0.0.1:30000"), "a URL such as http://127.0.0.1:30000 is expected"),
         (("top", "--every", "nan"), "--every must be"),
         (("top", "--every", "inf"), "--every must be"),
-        (("top", "--count", "0"), "--count must be"),
+        (("top", "--every", "0"), "above 0, at most 86400 s, got 0"),
+        (("top", "--count", "0"), "--count must be above 0, got 0"),
         (("steer", "--text", "text"), "nothing is asked for; give one of --locate, --prefetch"),
         (("steer", "--text", "text", "--pin-s", "nan"), "--pin-s must be above 0"),
         (("steer", "--text", "text", "--returns-in-s", "-1"), "--returns-in-s must be above 0"),
@@ -158,6 +163,10 @@ def test_what_cannot_be_meant_ends_with_2_as_argparse_does(
         (("calibrate", "/none", "--device", "foo"), "--device must be a device"),
         (("calibrate", "/none", "--out", "/proc/none/file"), "'/proc/none'"),
         (("keygen", "text"), "'text': File exists"),
+        (
+            ("size", "--kv-bytes-per-token", "9", "--trace", "none"),
+            "the trace none cannot be read (No such file or directory); give",
+        ),
         (("inspect", "absent"), "is no folder"),
         (("verify", "absent"), "is no folder"),
         (("prune", "absent", "--all"), "is no folder"),
@@ -172,6 +181,46 @@ def test_what_cannot_be_done_ends_with_1(
     if arguments[0] == "calibrate":
         pytest.importorskip("torch")
     assert expected in said(capsys, *arguments)
+
+
+def test_a_flag_that_a_command_has_not_is_told_with_its_usage(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["top", "--evry=5"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.startswith("usage: hier-kv top ")
+    assert "--every SECONDS" in told
+    assert told.endswith("hier-kv top: error: unrecognized arguments: --evry=5\n")
+
+
+def test_a_size_with_a_unit_is_told_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, expected in (
+        (("--hier-kv-host-size", "64GB"), "a number without a unit is expected, got '64GB'"),
+        (("--hier-kv-truncation-head", "4.5"), "a whole number without a unit is expected"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            main(["doctor", *arguments])
+        assert ended.value.code == 2
+        assert f"argument {arguments[0]}: {expected}" in capsys.readouterr().err
+
+
+def test_who_reads_no_further_ends_a_command_silently(tmp_path: Path) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", RUN, "keygen", str(tmp_path / "key")],
+            stdout=writing,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+            timeout=300,
+        )
+    finally:
+        os.close(writing)
+    assert (done.returncode, done.stderr) == (141, "")
 
 
 def test_an_interrupt_ends_a_command_silently(

@@ -140,9 +140,12 @@ def test_levels_are_named_or_numbered() -> None:
     assert parse_level("hier", "") is None
     assert parse_level("hier", "3") == 3
     assert parse_level("cachegen-released", "L2") == 1
-    for codec_id, text in (("hier", "99"), ("hier", "x0.5"), ("zstd", "1"), ("hier", "-1")):
+    for codec_id, text in (("hier", "99"), ("hier", "x0.5"), ("hier", "-1")):
         with pytest.raises(CodecError, match="levels are"):
             parse_level(codec_id, text)
+    assert parse_level("zstd", "0") == 0
+    with pytest.raises(CodecError, match="there is one level, so leave it out, got '1'"):
+        parse_level("zstd", "1")
 
 
 def test_models_with_planes_of_unequal_width_are_refused() -> None:

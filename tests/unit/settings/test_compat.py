@@ -130,8 +130,8 @@ def test_a_tree_with_windows_is_taken_for_a_model_with_windows_alone() -> None:
         ),
         (
             {"tp_size": 2},
-            HierKVConfig(truncation="overflow"),
-            "--tp-size 1 with --hier-kv-truncation overflow with sliding-window layers, got 2",
+            HierKVConfig(truncation="match"),
+            "--hier-kv-truncation overflow or off with sliding-window layers, got match",
         ),
         ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
     ],
@@ -171,7 +171,7 @@ def test_window_layers_of_another_shape_are_refused_with_what_those_of_one_are()
         ({"tp_size": 2, "nnodes": 2}, HierKVConfig(), "--nnodes 1 with sliding-window layers"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora with sliding-window"),
         ({}, HierKVConfig(codec="lossless", disk_dir="/d"), "--hier-kv-codec none"),
-        ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
+        ({}, HierKVConfig(truncation="all"), "--hier-kv-truncation overflow or off"),
         ({"speculative_algorithm": "NGRAM"}, HierKVConfig(), "full attention in every layer"),
     ):
         with pytest.raises(HierKVConfigError) as caught:
@@ -207,7 +207,7 @@ def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
             HierKVConfig(codec="remote=lossless", remote_url="file:///d", slo_ms=5),
             "--hier-kv-slo-ms 0 with layers that have a state a sequence, got 5",
         ),
-        ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
+        ({}, HierKVConfig(truncation="match"), "--hier-kv-truncation overflow or off"),
         ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
     ],
 )
@@ -497,7 +497,7 @@ def test_settings_survive_the_way_to_other_processes() -> None:
         ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with rows of an index"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora with rows of an index"),
         ({"speculative_algorithm": "NGRAM"}, HierKVConfig(), "full attention in every layer"),
-        ({}, HierKVConfig(truncation="overflow"), "--hier-kv-truncation off"),
+        ({}, HierKVConfig(truncation="all"), "--hier-kv-truncation overflow or off"),
         ({}, HierKVConfig(tree_core="rust"), "--hier-kv-tree-core python"),
         ({}, HierKVConfig(codec="hier", disk_dir="/d"), "that loses nothing .*, got hier"),
         ({}, HierKVConfig(codec="remote=hier,disk=zstd", disk_dir="/d"), "nothing .*, got hier"),
