@@ -31,6 +31,7 @@ from sglang_ext.tiers.memory import PAGE_BYTES, available_bytes, map_anonymous, 
 
 SLOT_ALIGN_BYTES: Final = 4096
 _PREFAULT_PIECE_BYTES: Final = 16 << 20
+_GIB: Final = 1 << 30
 _FREE, _USED, _DEFERRED = 0, 1, 2
 
 Slots = npt.NDArray[np.int32]
@@ -367,6 +368,7 @@ def _check_sizes(num_slots: int, slot_bytes: int, limit_bytes: int) -> None:
     needed = num_slots * slot_bytes
     if num_slots >= 1 << 31 or needed > limit_bytes:
         raise TierConfigError(
-            f"The host tier needs {needed / 1e9:.2f} GB of memory and {limit_bytes / 1e9:.2f} GB "
-            f"are available (machine and cgroup); lower --hier-kv-host-size."
+            f"The host tier needs {needed / _GIB:.2f} GiB of memory and "
+            f"{limit_bytes / _GIB:.2f} GiB are available (machine and cgroup); lower "
+            "--hier-kv-host-size."
         )

@@ -335,7 +335,7 @@ def _tell_sizes(
     config: HierKVConfig, store: PageStore, page_size: int, *, is_position_free: bool
 ) -> None:
     logger.info(
-        "hier-kv: %d pages of %d tokens in %.2f GB of DRAM, %s, K stored %s",
+        "hier-kv: %d pages of %d tokens in %.2f GiB of DRAM, %s, K stored %s",
         store.arena.num_slots,
         page_size,
         store.arena.nbytes / GIB,
@@ -437,7 +437,7 @@ def _build_store(
     if num_slots < 2:
         raise HierKVConfigError(
             f"--hier-kv-host-size must hold at least 2 pages of {layout.slot_bytes} bytes a rank, "
-            f"got {config.host_size:g} GB; give a larger size."
+            f"got {config.host_size:g} GiB; give a larger size."
         )
     trust = build_trust(config)
     try:
@@ -506,8 +506,9 @@ def _record_tier(config: HierKVConfig, trust: Trust) -> RecordTier | None:
 
 def _describe_records(config: HierKVConfig) -> str:
     coded = config.coded_host_bytes / GIB
-    memory = f"{coded:.2f} GB of DRAM for pages coded with {config.record_codec}, " if coded else ""
-    return memory + (f"disk folder {config.disk_dir}" if config.disk_dir else "no disk tier")
+    held = f"{coded:.2f} GiB of DRAM for pages coded with {config.record_codec}, "
+    disk = f"disk folder {config.disk_dir}" if config.disk_dir else "no disk tier"
+    return f"{held}{disk}" if coded else disk
 
 
 def _disk_config(config: HierKVConfig) -> DiskConfig:

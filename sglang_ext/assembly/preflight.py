@@ -90,8 +90,8 @@ def room_problem(config: HierKVConfig) -> str:
         return ""
     said = (
         f"--hier-kv-disk-size {config.disk_size:g} and the free-space floor of "
-        f"{config.disk_free_floor:g} GB are more than the {room / GIB:.1f} GB that {shown(folder)} "
-        "has room for, with what it holds already; "
+        f"{config.disk_free_floor:g} GiB are more than the {room / GIB:.1f} GiB that "
+        f"{shown(folder)} has room for, with what it holds already; "
     )
     segment = min(config.disk_segment_size * GIB, config.disk_bytes // SEGMENTS_PER_BOUND)
     if room < segment + floor:
@@ -110,7 +110,7 @@ def _check_memory(config: HierKVConfig) -> None:
     available = available_bytes()
     if config.host_size * GIB > available:
         raise HierKVConfigError(
-            f"--hier-kv-host-size {config.host_size:g} is more than the {available / GIB:.1f} GB "
+            f"--hier-kv-host-size {config.host_size:g} is more than the {available / GIB:.1f} GiB "
             "of memory that are free here; give a smaller size."
         )
 
@@ -142,7 +142,7 @@ def _check_room(config: HierKVConfig) -> None:
     if total and config.disk_free_floor * GIB >= total:
         raise HierKVConfigError(
             f"--hier-kv-disk-free-floor {config.disk_free_floor:g} is all of the file system, "
-            f"which has {total / GIB:.1f} GB; give a smaller one."
+            f"which has {total / GIB:.1f} GiB; give a smaller one."
         )
     try:
         DiskConfig(

@@ -20,6 +20,7 @@ from sglang_ext.cli.server_stats import UNITS_SAID
 from sglang_ext.cli.size import add_parser as add_size
 from sglang_ext.cli.steer import add_command as add_steer
 from sglang_ext.cli.stored.commands import add_commands as add_stored_commands
+from sglang_ext.cli.usage import FAILED, WRONG_USE, UsageError, of_the_command_line
 from sglang_ext.cli.warm.command import add_command as add_warm
 
 _ENV_API_KEY = "SGLANG_HIER_KV_API_KEY"
@@ -28,8 +29,13 @@ _UNITS_SAID = f"{UNITS_SAID} Speeds are in MB/s of 1,000,000 bytes."
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; the exit status."""
+    """Run a command; the exit status.
+
+    0 where all is well, 1 where it ran and found something wrong or could not do it, 2 where it was
+    asked wrongly (as argparse ends, too), 130 where it was interrupted.
+    """
     chosen = make_parser().parse_args(arguments)
+    status = FAILED
     try:
         status = int(chosen.run(chosen))
         sys.stdout.flush()
@@ -50,10 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said = str(error)
         if error.filename is not None and error.strerror:
             said = f"{str(error.filename)!r}: {error.strerror}"
+    except UsageError as error:
+        said, status = str(error), WRONG_USE
     except (ValueError, ImportError) as error:
         said = str(error)
     print(f"hier-kv: {said}", file=sys.stderr)  # noqa: T201
-    return 1
+    return status
 
 
 class _CommandParser(argparse.ArgumentParser):
@@ -205,9 +213,9 @@ def _top(chosen: argparse.Namespace) -> int:
     from sglang_ext.cli.server_stats import describe as lines_of
 
     if not 0 < chosen.every <= _MAX_EVERY_S:
-        raise ValueError(f"--every must be above 0, at most {_MAX_EVERY_S} s, got {chosen.every:g}")
+        raise UsageError(f"--every must be above 0, at most {_MAX_EVERY_S} s, got {chosen.every:g}")
     if chosen.count is not None and chosen.count < 1:
-        raise ValueError(f"--count must be above 0, got {chosen.count}")
+        raise UsageError(f"--count must be above 0, got {chosen.count}")
     before: list[State] = []
     looked_s, num_looks = time.monotonic(), 0
     with contextlib.suppress(KeyboardInterrupt):
@@ -243,7 +251,8 @@ def _calibrate(chosen: argparse.Namespace) -> int:
         "target_kl": chosen.target_kl,
     }
     set_ones = {name: value for name, value in given.items() if value is not None}
-    options = replace(CalibrationOptions(), **set_ones)
+    with of_the_command_line():
+        options = replace(CalibrationOptions(), **set_ones)
     if chosen.text:
         texts = [Path(name).read_text(encoding="utf-8", errors="replace") for name in chosen.text]
     else:

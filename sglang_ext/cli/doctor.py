@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.cli.usage import UsageError
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.flags import add_flags, config_from_namespace
@@ -18,6 +19,8 @@ from sglang_ext.settings.values import flag_name
 
 if TYPE_CHECKING:
     from sglang_ext.assembly.doctor.checks import Check
+
+_HOST = "127.0.0.1"  # SGLang's
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -27,6 +30,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
         "Says whether a server would start with these settings, and what it would lose; loads no "
         "model and needs no GPU. The exit status is 1 where it would be refused.",
         "hier-kv doctor --model-path /models/llama-8b --hier-kv-host-size 64 --speeds",
+        "hier-kv doctor --model-path /models/llama-8b --port 30000 --hier-kv-host-size 64",
         "hier-kv doctor --hier-kv-host-size 64 --hier-kv-disk-dir /nvme/kv --hier-kv-disk-size 500",
         "hier-kv doctor --contract sglang-0.5.24-cp311-cp311-manylinux_2_34_x86_64.whl",
     )
@@ -37,6 +41,10 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model-path", default="", metavar="MODEL", help="say of this model whether it is served"
     )
+    text = "whether SGLang's --port is free; it finds that out when the model is loaded"
+    parser.add_argument("--port", type=int, metavar="N", help=text)
+    text = "of the port (%(default)s)"
+    parser.add_argument("--host", default=_HOST, metavar="ADDRESS", help=text)
     parser.add_argument("--json", action="store_true", help="for programs")
     parser.add_argument(
         "--speeds",
@@ -64,13 +72,22 @@ def _look(chosen: argparse.Namespace) -> list[Check]:
     """The checks of a start; of flags that no server takes, only what is wrong with them."""
     from sglang_ext.assembly.doctor.checks import Check, check_sglang, look
 
+    if chosen.port is not None and not 0 < chosen.port < 1 << 16:
+        raise UsageError(f"--port must be from 1 to 65535, got {chosen.port}")
     chosen.enable_hier_kv = True  # its flags mean something here without it, too
     try:
         config = config_from_namespace(chosen)
     except HierKVConfigError as error:
         return [check_sglang(), Check("settings", "refused", str(error))]
     assert config is not None
-    return list(look(config, model_path=chosen.model_path, speeds=chosen.speeds))
+    looked = look(
+        config,
+        model_path=chosen.model_path,
+        host=chosen.host,
+        port=chosen.port,
+        speeds=chosen.speeds,
+    )
+    return list(looked)
 
 
 def next_steps(chosen: argparse.Namespace, checks: Sequence[Check]) -> list[str]:
@@ -91,6 +108,11 @@ def next_steps(chosen: argparse.Namespace, checks: Sequence[Check]) -> list[str]
     ]
     model = shlex.quote(chosen.model_path) if chosen.model_path else "MODEL"
     flags = " ".join(["", *words])
+    start, port = flags, 30000 if chosen.port is None else chosen.port
+    if chosen.host != _HOST:
+        start += f" --host {shlex.quote(chosen.host)}"
+    if chosen.port is not None:
+        start += f" --port {port}"
     steps = []
     if not chosen.model_path:
         steps.append(f"hier-kv doctor --model-path MODEL{flags}    # is the model served?")
@@ -100,6 +122,6 @@ def next_steps(chosen: argparse.Namespace, checks: Sequence[Check]) -> list[str]
         )
     return [
         *steps,
-        f"python -m sglang.launch_server --model-path {model} --enable-hier-kv{flags}",
-        "hier-kv stats http://127.0.0.1:30000    # beside it: does it help?",
+        f"python -m sglang.launch_server --model-path {model} --enable-hier-kv{start}",
+        f"hier-kv stats http://127.0.0.1:{port}    # beside it: does it help?",
     ]

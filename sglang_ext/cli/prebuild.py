@@ -9,7 +9,8 @@ from dataclasses import asdict
 from importlib import import_module
 
 from sglang_ext.cli.examples import describe
-from sglang_ext.codec.base import DTYPES
+from sglang_ext.cli.usage import UsageError, of_the_command_line
+from sglang_ext.codec.base import DTYPES, kv_dtype
 
 
 def add_parser(parser: argparse.ArgumentParser) -> None:
@@ -33,13 +34,18 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
 def _prebuild(chosen: argparse.Namespace) -> int:
     import_module("torch")  # who lacks it hears so now, not behind a minute of compiling
     from sglang_ext.assembly.compile_ahead import prebuild
-    from sglang_ext.codec.registry import codec_ids
+    from sglang_ext.codec.registry import codec_class, codec_ids
     from sglang_ext.compiling import check_kept
 
     built = []
     num_jobs = len(os.sched_getaffinity(0)) if chosen.jobs is None else chosen.jobs
     if num_jobs < 1:
-        raise ValueError(f"--jobs must be 1 or more, got {num_jobs}; leave it out for one a core.")
+        raise UsageError(f"--jobs must be 1 or more, got {num_jobs}; leave it out for one a core.")
+    with of_the_command_line():
+        for name in chosen.dtype:
+            kv_dtype(name)
+        for name in chosen.codec or ():
+            codec_class(name)
     for one in prebuild(chosen.dtype, chosen.codec or codec_ids(), num_jobs):
         built.append(one)
         if not chosen.json:

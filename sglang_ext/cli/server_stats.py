@@ -13,6 +13,8 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any
 
+from sglang_ext.cli.usage import UsageError
+
 _TIMEOUT_S = 10.0
 # Counts that should be 0 while all is well.
 _TROUBLE = re.compile(
@@ -21,9 +23,7 @@ _TROUBLE = re.compile(
 # By the gauge of its breaker.
 _STORE_USE = {0: "in use", 1: "tried again", 2: "left alone as it fails"}
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
-UNITS_SAID = (
-    "Sizes are in powers of 1,024, as those of the server's flags (1 GiB is what they call 1 GB)."
-)
+UNITS_SAID = "Sizes are in powers of 1,024 (1 GiB is 2^30 bytes), as those of the server's flags."
 """For the help of commands that print sizes."""
 
 State = dict[str, Any]
@@ -42,6 +42,7 @@ def fetch(url: str, api_key: str = "") -> list[State]:
 
     Raises:
         ServerStatsError: nobody answers there, or the plugin is off.
+        UsageError: the URL is none.
     """
     return states_of(url, server_info(url, api_key))
 
@@ -51,6 +52,7 @@ def server_info(url: str, api_key: str = "", timeout_s: float = _TIMEOUT_S) -> A
 
     Raises:
         ServerStatsError: nobody answers there.
+        UsageError: the URL is none.
     """
     address = address_of(url, "/server_info")
     try:
@@ -97,10 +99,10 @@ def address_of(url: str, path: str) -> str:
     """The address of a server's endpoint.
 
     Raises:
-        ServerStatsError: the URL is none.
+        UsageError: the URL is none.
     """
     if not url.startswith(("http://", "https://")):
-        raise ServerStatsError(f"a URL such as http://127.0.0.1:30000 is expected, got {url!r}")
+        raise UsageError(f"a URL such as http://127.0.0.1:30000 is expected, got {url!r}")
     return f"{url.rstrip('/')}{path}"
 
 

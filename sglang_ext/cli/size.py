@@ -12,6 +12,7 @@ from typing import Any
 
 from sglang_ext.cli.examples import describe
 from sglang_ext.cli.progress import Sizes
+from sglang_ext.cli.usage import UsageError, of_the_command_line
 from sglang_ext.settings.config import PREFETCH_POLICIES, HierKVConfig
 
 _EXAMPLES = (
@@ -80,7 +81,7 @@ def add_parser(parser: argparse.ArgumentParser) -> None:
     sizes = parser.add_argument_group("sizes and speeds")
     for name, of in (("host-size", "DRAM"), ("disk-size", "disk; 0 for none")):
         text = f"GiB of {of}, instead of a choice by the traffic"
-        sizes.add_argument(f"--{name}", type=float, nargs="+", metavar="GB", help=text)
+        sizes.add_argument(f"--{name}", type=float, nargs="+", metavar="GIB", help=text)
     text = "of the disk, 10^9 bytes a second (%(default)s)"
     sizes.add_argument("--disk-gb-s", type=float, default=3.0, metavar="N", help=text)
     text = "of the server without reuse (twice what the traffic needs)"
@@ -101,9 +102,15 @@ def _size(chosen: argparse.Namespace) -> int:
     sizes = _sizes(chosen, traffic, model.bytes_per_token)
     _require_served(traffic)
     progress = Sizes(len(sizes))
-    each = predict(
-        traffic, model.bytes_per_token, sizes, chosen.disk_gb_s, chosen.prefetch_policy, progress
-    )
+    with of_the_command_line():  # which of sizes asks for no more than a few pages
+        each = predict(
+            traffic,
+            model.bytes_per_token,
+            sizes,
+            chosen.disk_gb_s,
+            chosen.prefetch_policy,
+            progress,
+        )
     with progress:
         found = []
         for one in each:
@@ -128,7 +135,8 @@ def _size(chosen: argparse.Namespace) -> int:
 
 def _shown(one: Any) -> str:
     """A size and what it brings, as soon as that is known: the largest take the longest."""
-    return f"DRAM {one.size.host_gb:g} GiB, disk {one.size.disk_gb:g}: hit rate {one.hit_rate:.1%}"
+    size = f"DRAM {one.size.host_gb:g} GiB, disk {one.size.disk_gb:g} GiB"
+    return f"{size}: hit rate {one.hit_rate:.1%}"
 
 
 def _require_served(traffic: Any) -> None:
@@ -149,29 +157,34 @@ def _require_served(traffic: Any) -> None:
 
 
 def _model(chosen: argparse.Namespace) -> Any:
-    from sglang_ext.simulator.model_config import ModelKv, read_model
+    from sglang_ext.simulator.model_config import DTYPE_BYTES, ModelKv, read_model
 
     for name, (least, most, advice) in _BOUNDS.items():
         value = getattr(chosen, name)
         if value is not None and not least <= value <= most:
             shown = f"{value:,}" if isinstance(value, int) else f"{value:g}"
-            raise ValueError(
+            raise UsageError(
                 f"--{name.replace('_', '-')} must be from {least:,} to {most:,.0f}, got {shown}; "
                 f"{advice}"
             )
     if chosen.model == "":  # a variable that is not set; `Path` takes it for the folder here
-        raise ValueError("a model's folder or config.json is expected, got an empty text; name it")
+        raise UsageError("a model's folder or config.json is expected, got an empty text; name it")
     if (chosen.model is None) == (chosen.kv_bytes_per_token is None):
-        raise ValueError(
+        raise UsageError(
             f"give either a model's folder or config.json, or --kv-bytes-per-token: {_EXAMPLES[0]}"
         )
     if chosen.model is None:
         if chosen.tp_size > 1 or chosen.kv_dtype:  # neither would change anything
-            raise ValueError(
+            raise UsageError(
                 "--kv-bytes-per-token is of a token on all ranks together, in the dtype of the KV "
                 "cache; leave --tp-size and --kv-dtype out"
             )
         return ModelKv("this model", chosen.kv_bytes_per_token)
+    if chosen.kv_dtype and chosen.kv_dtype.removeprefix("torch.") not in DTYPE_BYTES:
+        raise UsageError(
+            f"--kv-dtype must be one of {', '.join(DTYPE_BYTES)}, got {chosen.kv_dtype!r}; leave "
+            "it out for the model's own"
+        )
     return read_model(Path(chosen.model), chosen.kv_dtype, chosen.tp_size)
 
 
@@ -190,7 +203,7 @@ def _traffic(chosen: argparse.Namespace, kv_bytes_per_token: int) -> Any:
     if chosen.chats_per_second is not None:
         per_hour = 3600 * chosen.chats_per_second
         if not LEAST_CHATS_PER_HOUR <= per_hour <= MOST_CHATS_PER_HOUR:
-            raise ValueError(
+            raise UsageError(
                 f"--chats-per-second must be from {LEAST_CHATS_PER_HOUR / 3600:.3g} to "
                 f"{MOST_CHATS_PER_HOUR / 3600:.3g}, got {chosen.chats_per_second:g}; say how many "
                 "chats begin in a second"
@@ -198,23 +211,25 @@ def _traffic(chosen: argparse.Namespace, kv_bytes_per_token: int) -> Any:
     names = [name.replace("-", "_") for name, _, _ in _CHATS]
     given = {name: value for name in names if (value := getattr(chosen, name)) is not None}
     if (per_hour is None) == (chosen.trace is None) or (chosen.trace is not None and given):
-        raise ValueError(
+        raise UsageError(
             f"give either --chats-per-hour and lengths of chats, or --trace FILE: {_EXAMPLES[0]}"
         )
     if chosen.trace is None and chosen.block_tokens is not None:
-        raise ValueError(
+        raise UsageError(
             "--block-tokens says how a --trace counts its prompts, and changes nothing of chats; "
             "leave it out, or give --trace FILE in place of --chats-per-hour"
         )
     if chosen.trace is not None and chosen.page_size is not None:
-        raise ValueError(
+        raise UsageError(
             "--page-size changes nothing of a --trace, whose blocks are the pages; leave it out, "
             "or say with --block-tokens how long they are"
         )
     if per_hour is not None:
-        chats, page_size = Chats(per_hour, **given), chosen.page_size or _PAGE_TOKENS
-        _check_page(page_size, kv_bytes_per_token)
-        traffic = of_chats(chats, page_size, chosen.decode_tokens_per_s, kv_bytes_per_token)
+        page_size = chosen.page_size or _PAGE_TOKENS
+        with of_the_command_line():
+            chats = Chats(per_hour, **given)
+            _check_page(page_size, kv_bytes_per_token)
+            traffic = of_chats(chats, page_size, chosen.decode_tokens_per_s, kv_bytes_per_token)
     else:
         decode_tokens_per_s = chosen.decode_tokens_per_s
         block_tokens = chosen.block_tokens or _BLOCK_TOKENS
@@ -231,7 +246,7 @@ def _check_page(page_tokens: int, kv_bytes_per_token: int) -> None:
 
     most_bytes = (MAX_RECORD_BLOCKS - 1) * BLOCK_BYTES
     if page_tokens * kv_bytes_per_token > most_bytes:
-        raise ValueError(
+        raise UsageError(
             f"a page must take at most {most_bytes:,} bytes, got {page_tokens:,} tokens of "
             f"{kv_bytes_per_token:,} bytes each; give a smaller --page-size, or a model's true size"
         )
@@ -243,12 +258,12 @@ def _sizes(chosen: argparse.Namespace, traffic: Any, kv_bytes_per_token: int) ->
     if chosen.host_size is None and chosen.disk_size is None:
         return sizes_for(traffic, kv_bytes_per_token)
     if chosen.host_size is None:
-        raise ValueError("--disk-size needs --host-size: what lies on disk comes back through DRAM")
+        raise UsageError("--disk-size needs --host-size: what lies on disk comes back through DRAM")
     disks = chosen.disk_size or [0.0]
     for name, given in (("host", chosen.host_size), ("disk", disks)):
         for gb in given:
             if not 0 <= gb < math.inf:
-                raise ValueError(
+                raise UsageError(
                     f"--{name}-size must be GiB, 0 or more, got {gb:g}; leave --host-size and "
                     "--disk-size out for a choice by the traffic"
                 )

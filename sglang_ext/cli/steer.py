@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.cli.usage import UsageError
 from sglang_ext.hints.steering_request import contradiction
 
 _ENV_ADMIN_KEY = "SGLANG_HIER_KV_ADMIN_API_KEY"
@@ -98,11 +99,11 @@ def _check_wishes(chosen: argparse.Namespace) -> None:
     given = [name for name in (*_FLAGS, *_TIMES) if getattr(chosen, name) not in (None, False)]
     if not given:
         wishes = ", ".join(map(_flag, (*_FLAGS, *_TIMES)))
-        raise ValueError(f"nothing is asked for; give one of {wishes}")
+        raise UsageError(f"nothing is asked for; give one of {wishes}")
     if (found := contradiction(given)) is not None:
         first, both, why = found
         wishes = ", ".join(map(_flag, both))
-        raise ValueError(f"{_flag(first)} and {wishes} do not go together: {why}")
+        raise UsageError(f"{_flag(first)} and {wishes} do not go together: {why}")
 
 
 def _flag(name: str) -> str:
@@ -141,8 +142,8 @@ def body_of(chosen: argparse.Namespace) -> dict[str, Any]:
     """What the server is asked for.
 
     Raises:
-        ValueError: a file cannot be read as what it should be, a time is none, or two wishes
-            cannot both be had.
+        UsageError: a time is none, or two wishes cannot both be had.
+        ValueError: a file cannot be read as what it should be.
     """
     _check_wishes(chosen)
     body: dict[str, Any]
@@ -155,7 +156,7 @@ def body_of(chosen: argparse.Namespace) -> dict[str, Any]:
         raise ValueError(f"{path}: expected {expected} ({error})") from error
     for name in _TIMES:
         if (seconds := getattr(chosen, name)) is not None and not 0 < seconds < math.inf:
-            raise ValueError(f"{_flag(name)} must be above 0 s, got {seconds:g}")
+            raise UsageError(f"{_flag(name)} must be above 0 s, got {seconds:g}")
     body |= {name: True for name in _FLAGS if getattr(chosen, name)}
     names = ("cache_salt", "extra_key", *_TIMES)
     given = {name: getattr(chosen, name) for name in names}

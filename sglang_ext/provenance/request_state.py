@@ -14,7 +14,7 @@ import numpy as np
 from sglang_ext.tiers.records.quality import ANY, Qualities, Quality, worst
 
 _ATTRIBUTE = "_hier_kv_state"
-_EXACT_ONLY = "hier_kv_exact"
+EXACT_PARAM = "hier_kv_exact"
 
 
 class HitTier(enum.IntEnum):
@@ -177,7 +177,7 @@ def wants_exact(req: Any) -> bool:
     It says so in its sampling parameters: `{"custom_params": {"hier_kv_exact": true}}`.
     """
     custom = getattr(getattr(req, "sampling_params", None), "custom_params", None)
-    return isinstance(custom, dict) and bool(custom.get(_EXACT_ONLY))
+    return isinstance(custom, dict) and bool(custom.get(EXACT_PARAM))
 
 
 def max_quality_of(req: Any) -> int:

@@ -47,10 +47,10 @@ class HierKVConfig:
 
     host_size: float = _knob(
         4.0,
-        "DRAM for KV pages, in GB (2^30 bytes; decimals allowed). It is allocated once, at start. "
+        "DRAM for KV pages, in GiB (2^30 bytes; decimals allowed). It is allocated once, at start. "
         "Of each node: the ranks on it get equal shares; with MLA the first of a tensor parallel "
         "group gets those of all, for all (docs/parallel.md).",
-        metavar="GB",
+        metavar="GIB",
     )
     disk_dir: str = _knob(
         "",
@@ -61,17 +61,17 @@ class HierKVConfig:
     )
     disk_size: float = _knob(
         64.0,
-        "Upper bound for all files in a node's disk folder, in GB; its ranks get shares as of "
+        "Upper bound for all files in a node's disk folder, in GiB; its ranks get shares as of "
         "--hier-kv-host-size.",
-        metavar="GB",
+        metavar="GIB",
     )
     disk_free_floor: float = _knob(
         1.0,
-        "Free space, in GB, that is always left on the file system of the disk folder.",
-        metavar="GB",
+        "Free space, in GiB, that is always left on the file system of the disk folder.",
+        metavar="GIB",
     )
     disk_segment_size: float = _knob(
-        0.25, "Size of one segment file in the disk folder, in GB.", metavar="GB"
+        0.25, "Size of one segment file in the disk folder, in GiB.", metavar="GIB"
     )
     disk_io: str = _knob(
         "auto",
@@ -312,7 +312,7 @@ class HierKVConfig:
         if self.disk_dir and not self.disk_size > 0:
             raise HierKVConfigError(
                 f"--hier-kv-disk-size must be greater than 0 when --hier-kv-disk-dir is set, got "
-                f"{self.disk_size:g}; give a size in GB or leave --hier-kv-disk-dir out."
+                f"{self.disk_size:g}; give a size in GiB or leave --hier-kv-disk-dir out."
             )
 
         if not self.disk_dir and self.disk_size not in (0, HierKVConfig.disk_size):
@@ -394,7 +394,7 @@ class HierKVConfig:
             if getattr(self, name) * GIB < num_bytes:
                 raise HierKVConfigError(
                     f"{flag_name(name)} must be at least {num_bytes} bytes, got "
-                    f"{getattr(self, name):g} GB; give a greater value."
+                    f"{getattr(self, name):g} GiB; give a greater value."
                 )
 
     def _validate_base_order(self) -> None:

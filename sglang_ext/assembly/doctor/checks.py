@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from sglang_ext.assembly.doctor.listening import listening_problem
 from sglang_ext.assembly.doctor.machine_speed import measure_disk, measure_dram
 from sglang_ext.assembly.doctor.memory_nodes import memory_nodes
 from sglang_ext.assembly.doctor.model_folder import folder_problem
@@ -57,6 +58,8 @@ def look(
     place: Path | None = None,
     *,
     model_path: str = "",
+    host: str = "127.0.0.1",
+    port: int | None = None,
     speeds: bool = False,
 ) -> Iterator[Check]:
     """Looks at everything, the cheapest first.
@@ -65,9 +68,14 @@ def look(
         config: the settings that a server would be given.
         place: folder or wheel of the SGLang to look at; the installed one if None.
         model_path: a model's folder, or its name; empty for none.
+        host: where the server would listen.
+        port: of that; None to leave it out.
         speeds: measure disk and DRAM, for some seconds.
     """
     yield check_sglang(place)
+    if port is not None:
+        problem = listening_problem(host, port)
+        yield Check("port", "refused" if problem else "ok", problem or f"{host}:{port} is free.")
     with _stand_in(config) as tried:
         for check in _looks(tried, model_path, speeds):
             yield _named(check, tried.disk_dir, config.disk_dir)

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from sglang_ext.cli.server_stats import amount, number_of
 from sglang_ext.cli.stored.verdict import MOST_LINES
+from sglang_ext.cli.usage import UsageError
 from sglang_ext.tiers.remote.url_options import life_s
 
 _DIGITS = re.compile(r"[0-9a-f]{1,64}")
@@ -36,11 +37,11 @@ class Choice:
         """What the command line says.
 
         Raises:
-            ValueError: nothing, or nothing that can be chosen; one sentence.
+            UsageError: nothing, or nothing that can be chosen; one sentence.
         """
         if chosen.namespace is not None:
             if not _DIGITS.fullmatch(chosen.namespace):
-                raise ValueError(
+                raise UsageError(
                     "--namespace must be the first hex digits of namespaces, as hier-kv inspect"
                     f" shows them, got {chosen.namespace!r}"
                 )
@@ -49,11 +50,11 @@ class Choice:
             try:
                 return cls(before_s=time.time() - life_s(chosen.older_than))
             except ValueError as error:
-                raise ValueError(
+                raise UsageError(
                     f"--older-than must be {error}, got {chosen.older_than!r}"
                 ) from error
         if not (chosen.damaged or chosen.all):
-            raise ValueError(
+            raise UsageError(
                 "nothing is chosen to be removed; give one of --namespace PREFIX, --damaged,"
                 " --older-than 7d and --all"
             )
@@ -82,6 +83,7 @@ class Removed:
         is_dry: whether nothing was touched.
         held_by: who holds the folder, where that is a dry run beside a server; "" for nobody.
         what: each thing, a line.
+        brief: the same for people, where a whole name is more than they read.
         pages: of them.
         num_bytes: that they took.
         left: what was chosen, or may be meant, and stayed; a sentence each.
@@ -92,6 +94,7 @@ class Removed:
     is_dry: bool
     held_by: str = ""
     what: list[str] = field(default_factory=list)
+    brief: list[str] = field(default_factory=list)
     pages: int = 0
     num_bytes: int = 0
     left: list[str] = field(default_factory=list)
@@ -102,9 +105,10 @@ class Removed:
         """The exit status: 1 where something could not be removed."""
         return int(self.num_failed > 0)
 
-    def add(self, what: str, pages: int, num_bytes: int) -> None:
-        """Counts a thing."""
+    def add(self, what: str, pages: int, num_bytes: int, *, brief: str = "") -> None:
+        """Counts a thing; `brief` says it to people, where `what` is too long."""
         self.what.append(what)
+        self.brief.append(brief or what)
         self.pages += pages
         self.num_bytes += num_bytes
 
@@ -128,11 +132,11 @@ class Removed:
     def lines(self) -> list[str]:
         """For people."""
         verb = "would remove" if self.is_dry else "removed"
-        lines = [f"{verb} {what}" for what in self.what[:MOST_LINES]]
+        lines = [f"{verb} {what}" for what in self.brief[:MOST_LINES]]
         if len(self.what) > MOST_LINES:
             lines.append(f"... and {len(self.what) - MOST_LINES:,} more (--json has all)")
         lines += [f"left: {text}" for text in self.left]
-        total = f"{verb} {number_of(self.pages, 'page')} of {amount(self.num_bytes)}"
+        total = f"{verb} {number_of(self.pages, 'page')}, {amount(self.num_bytes)} in all"
         if self.held_by:
             lines.append(
                 f"these are figures of this moment: {self.held_by} holds the folder and goes on"

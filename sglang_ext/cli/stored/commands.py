@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_ext.cli.examples import describe
 from sglang_ext.cli.server_stats import UNITS_SAID
+from sglang_ext.cli.usage import FAILED, WRONG_USE, UsageError
 
 if TYPE_CHECKING:
     from sglang_ext.tiers.records.seals import RecordSeals
@@ -47,8 +48,7 @@ def _add_verify(parser: argparse.ArgumentParser) -> None:
         parser,
         "Reads every page in the folder of --hier-kv-disk-dir or in a store and proves its"
         " checksum, or with a key file its tag. Changes nothing, and may run beside servers. The"
-        " exit status is 0 where all is sound, 1 where something is not, 2 where it could not be"
-        " looked at.",
+        " exit status is 0 where all is sound, 1 where something is not or could not be looked at.",
         "hier-kv verify /nvme/kv --key-file /etc/hier-kv.key",
     )
     parser.set_defaults(run=_told(_verify))
@@ -150,26 +150,28 @@ def _printable(text: str) -> str:
 
 
 def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
-    """Runs a command; what it cannot do is said in a sentence, with exit status 2."""
+    """Runs a command; what it cannot do is said in a sentence."""
 
     def run(chosen: argparse.Namespace) -> int:
         from sglang_ext.tiers.errors import TierError
 
         try:
             if not chosen.place:  # a variable that is not set; `Path` takes it for the folder here
-                raise ValueError("a folder or a URL is expected, got an empty text")
+                raise UsageError("a folder or a URL is expected, got an empty text")
             return command(chosen)
+        except BrokenPipeError:  # is `main`'s to end
+            raise
         except PermissionError as error:
             path = error.filename or chosen.place
             text = f"{path} must be this user's to read, and is not; run it as the server's user"
             print(f"hier-kv: {_printable(text)}", file=sys.stderr)  # noqa: T201
-            return 2
+            return FAILED
         except (TierError, ValueError, OSError) as error:
             text = str(error)
             for flag, name in _FLAGS.items():
                 text = text.replace(flag, name)
             print(f"hier-kv: {_printable(text)}", file=sys.stderr)  # noqa: T201
-            return 2
+            return WRONG_USE if isinstance(error, UsageError) else FAILED
         except KeyboardInterrupt:
             print("\nhier-kv: interrupted", file=sys.stderr)  # noqa: T201
             return 130

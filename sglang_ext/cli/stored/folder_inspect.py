@@ -24,7 +24,7 @@ _STATES = {
     SegmentState.FOREIGN.value: "no segments of this namespace, or damaged",
     SegmentState.FUTURE.value: "of a later release",
     SegmentState.UNREADABLE.value: "unreadable",
-    BEING_WRITTEN: "being written, their pages not counted",
+    BEING_WRITTEN: "being written",
 }
 
 
@@ -53,11 +53,11 @@ def inspect_folder(root: Path, seals: RecordSeals) -> dict[str, Any]:
 def lines_of_folder(facts: Mapping[str, Any]) -> list[str]:
     """The same for people."""
     namespaces = [each for rank in facts["ranks"] for each in rank["namespaces"]]
-    total = {name: sum(each[name] for each in namespaces) for name in ("segments", "pages")}
-    num_bytes = sum(each["bytes"] for each in namespaces)
+    names = ("segments", "bytes", "pages", "pages_being_written")
+    total = {name: sum(each[name] for each in namespaces) for name in names}
     holder = facts["held_by"]
-    counted = f"{number_of(total['pages'], 'page')} in {number_of(total['segments'], 'segment')}"
-    counted += f" of {amount(num_bytes)}"
+    counted = number_of(total["pages"] + total["pages_being_written"], "page")
+    counted += f" in {number_of(total['segments'], 'segment')}, {amount(total['bytes'])} in all"
     held = f"{holder} holds it" if holder else "no server holds it"
     lines = [f"{facts['folder']}: {counted}, namespaces: {len(namespaces)}; {held}"]
     for rank in facts["ranks"]:
@@ -79,6 +79,7 @@ def _facts(contents: Contents) -> dict[str, Any]:
         "bytes": contents.num_bytes,
         "states": dict(contents.states),
         "pages": contents.pages,
+        "pages_being_written": contents.pages_being_written,
         "page_bytes": contents.page_bytes,
         "qualities": dict(contents.qualities),
         "codecs": dict(contents.codecs),
@@ -93,17 +94,22 @@ def _facts(contents: Contents) -> dict[str, Any]:
 def _lines_of(facts: Mapping[str, Any]) -> list[str]:
     states = {_STATES.get(name, name): num for name, num in facts["states"].items()}
     adapters = {name or "none": num for name, num in facts["adapters"].items()}
+    underway = facts["states"].get(BEING_WRITTEN, 0)
+    pages = [f"{facts['pages']:,}, {amount(facts['page_bytes'])} in all"]
+    if underway:
+        pages.append(f"{facts['pages_being_written']:,} in what is being written, at this moment")
+    is_counted = facts["segments"] > underway  # else nothing is known but those pages
     free = f"{amount(facts['free_bytes'])} of places without a page"
     if facts["free_slots"]:
         free += f", among them {number_of(facts['free_slots'], 'whole slot')}"
     rows = {
         "label": ", ".join(f"{name} {value}" for name, value in facts["label"].items()),
-        "segments": f"{facts['segments']:,} of {amount(facts['bytes'])}: {_named(states)}",
-        "pages": f"{facts['pages']:,} of {amount(facts['page_bytes'])}",
+        "segments": f"{facts['segments']:,}, {amount(facts['bytes'])} in all: {_named(states)}",
+        "pages": "; ".join(pages if is_counted else pages[1:]),
         "quality": _named(facts["qualities"]),
         "codec": _named(facts["codecs"]),
         "adapter": _named(adapters),
-        "free": free,
+        "free": free if is_counted else "",
         "used": f"oldest segment {_time(facts['oldest_s'])}, newest {_time(facts['newest_s'])}",
     }
     if not facts["segments"]:

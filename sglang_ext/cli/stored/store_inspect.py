@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from sglang_ext.cli.server_stats import amount, number_of
+from sglang_ext.cli.usage import of_the_command_line
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteUrl, open_listing, parse_remote_url
 from sglang_ext.tiers.remote.base import RemoteError
@@ -21,10 +22,12 @@ def opened_store(text: str) -> Iterator[tuple[RemoteUrl, Listing, list[StoredRec
     """A URL as read, its store, and the records in it.
 
     Raises:
-        TierConfigError: the URL cannot work, or the store does not say what lies in it.
+        UsageError: the URL cannot work.
+        TierConfigError: the store does not say what lies in it.
         OSError: a folder cannot be read.
     """
-    url = parse_remote_url(text)
+    with of_the_command_line():
+        url = parse_remote_url(text)
     listing = open_listing(url)
     try:
         yield url, listing, find_records(listing, prefix_of(url))
@@ -40,7 +43,7 @@ def inspect_store(text: str) -> dict[str, Any]:
     """What lies in a store, as JSON has it.
 
     Raises:
-        TierConfigError, OSError: as `opened_store`.
+        UsageError, TierConfigError, OSError: as `opened_store`.
     """
     with opened_store(text) as (url, _, records):
         namespaces: dict[str, list[StoredRecord]] = {}
@@ -58,13 +61,13 @@ def lines_of_store(facts: Mapping[str, Any]) -> list[str]:
     namespaces = facts["namespaces"]
     records = sum(each["records"] for each in namespaces)
     num_bytes = sum(each["bytes"] for each in namespaces)
-    counted = f"{number_of(records, 'record')} of {amount(num_bytes)}"
+    counted = f"{number_of(records, 'record')}, {amount(num_bytes)} in all"
     place = f"{facts['store']}, prefix {facts['prefix']}"
     lines = [f"{place}: {counted}, namespaces: {len(namespaces)}"]
     for each in namespaces:
         lines.append(f"namespace {each['namespace']}")
         lines += [
-            f"  {kind:16}{found['records']:,} of {amount(found['bytes'])}"
+            f"  {kind:16}{found['records']:,}, {amount(found['bytes'])} in all"
             for kind, found in each["kinds"].items()
         ]
         if each["parts_alone"]:

@@ -10,8 +10,12 @@ from sglang_ext.cli.stored.store_inspect import opened_store
 from sglang_ext.tiers.errors import TierConfigError, TierError
 from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.records.soundness import is_damage
+from sglang_ext.tiers.remote.base import RemoteKey
 from sglang_ext.tiers.remote.offline.listing import Listing
 from sglang_ext.tiers.remote.offline.stored_records import StoredRecord, check_record
+
+_DIGITS = 16
+"""Of a digest, for people; as in the names of a disk tier's folders."""
 
 
 def prune_store(text: str, choice: Choice, seals: RecordSeals, *, is_dry: bool) -> Removed:
@@ -24,7 +28,8 @@ def prune_store(text: str, choice: Choice, seals: RecordSeals, *, is_dry: bool) 
         is_dry: whether to say only what would go.
 
     Raises:
-        TierConfigError: the URL cannot work, or the store fails.
+        UsageError: the URL cannot work.
+        TierConfigError: the store fails.
         OSError: a folder cannot be read.
     """
     with opened_store(text) as (url, listing, records):
@@ -50,13 +55,21 @@ def _goes(
     return found is not None and is_damage(*found)
 
 
+def _brief(key: RemoteKey) -> str:
+    """A record's name as people read it: its digests by their first digits."""
+    adapter = f" of adapter {key.lora.hex()[:_DIGITS]}" if key.lora else ""
+    return f"{key.namespace.hex()[:_DIGITS]}/{key.page_hash.hex()[:_DIGITS]} {key.level}{adapter}"
+
+
 def _remove(listing: Listing, record: StoredRecord, removed: Removed) -> None:
     names = record.names
     try:
         if not removed.is_dry:
             listing.remove(names)
         more = f" and {number_of(len(names) - 1, 'part')}" if len(names) > 1 else ""
-        what = f"{names[0]}{more}, {amount(record.num_bytes)}"
-        removed.add(what, int(record.first is not None), record.num_bytes)
+        rest = f"{more}, {amount(record.num_bytes)}"
+        is_whole = record.first is not None
+        brief = f"{_brief(record.key)}{rest}"
+        removed.add(f"{names[0]}{rest}", int(is_whole), record.num_bytes, brief=brief)
     except (TierError, OSError) as error:
         removed.fail(names[0], error)

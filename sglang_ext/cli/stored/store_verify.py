@@ -14,7 +14,8 @@ def verify_store(text: str, seals: RecordSeals) -> Verdict:
     """Reads every record in a store.
 
     Raises:
-        TierConfigError: the URL cannot work, or the store fails.
+        UsageError: the URL cannot work.
+        TierConfigError: the store fails.
         OSError: a folder cannot be read.
     """
     with opened_store(text) as (url, listing, records):

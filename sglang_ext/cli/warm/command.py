@@ -15,6 +15,7 @@ from sglang_ext.cli.examples import describe
 from sglang_ext.cli.progress import Progress
 from sglang_ext.cli.server_stats import number_of
 from sglang_ext.cli.steer import add_admin_key, admin_key_of
+from sglang_ext.cli.usage import UsageError
 from sglang_ext.cli.warm.documents import TENANT, Document, read_documents
 from sglang_ext.cli.warm.server import Keys, Served, ServerGoneError, WarmedServer, WarmError
 
@@ -96,12 +97,12 @@ def _look_back(
 
 def _check(chosen: argparse.Namespace) -> None:
     if chosen.files[0].startswith(("http://", "https://")):  # taken for the file that is left out
-        raise ValueError(f"a FILE is expected behind {chosen.files[0]}")
+        raise UsageError(f"a FILE is expected behind {chosen.files[0]}")
     if not 1 <= chosen.concurrency <= _MOST_AT_A_TIME:
-        raise ValueError(f"--concurrency must be 1 to {_MOST_AT_A_TIME}, got {chosen.concurrency}")
+        raise UsageError(f"--concurrency must be 1 to {_MOST_AT_A_TIME}, got {chosen.concurrency}")
     for flag, seconds in (("--timeout-s", chosen.timeout_s), ("--pin-s", chosen.pin_s)):
         if seconds is not None and not 0 < seconds <= _MOST_S:
-            raise ValueError(f"{flag} must be above 0, at most {_MOST_S:g} s, got {seconds:g}")
+            raise UsageError(f"{flag} must be above 0, at most {_MOST_S:g} s, got {seconds:g}")
 
 
 @dataclass

@@ -12,11 +12,14 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+from sglang_ext.hints.request_hints import PARAM as HINTS_PARAM
 from sglang_ext.hints.request_hints import hints_of
-from sglang_ext.identity.tenancy import owner_of
+from sglang_ext.identity.tenancy import OWNER_PARAM, owner_of
+from sglang_ext.provenance.request_state import EXACT_PARAM
 from sglang_ext.seam.hooks.answers import note_cut
 from sglang_ext.seam.hooks.body_bound import BodyBound
 from sglang_ext.seam.hooks.early_aborts import went_to_thread
+from sglang_ext.truncation.policy import PARAM as TRUNCATION_PARAM
 from sglang_ext.truncation.policy import (
     STATED,
     check_length,
@@ -33,6 +36,9 @@ _CHARS_ON_LOOP = 1 << 15
 # What a chat's template is given of a request, and what of that is not text.
 _RENDERED = ("messages", "tools", "chat_template_kwargs")
 _MEDIA = ("image_url", "video_url", "audio_url", "input_audio")
+# Keys of `custom_params` that begin so are the plugin's; others are nobody's here.
+_PREFIX = "hier_kv_"
+_WISHES = (EXACT_PARAM, HINTS_PARAM, OWNER_PARAM, TRUNCATION_PARAM)
 
 
 def around_validate(original: Callable[..., Any], self: Any, obj: Any, input_ids: Any) -> Any:
@@ -41,14 +47,15 @@ def around_validate(original: Callable[..., Any], self: Any, obj: Any, input_ids
     A prompt that the scheduler will cut is checked as if it had been; the whole of it travels on.
 
     Raises:
-        ValueError: SGLang refuses the request, it asks for a mode that is none or not allowed here,
-            it names no owner where it says it does, its hints are none, or its prompt is too long
-            to be cut.
+        ValueError: SGLang refuses the request, it names a wish that there is not, it asks for a
+            mode that is none or not allowed here, it names no owner where it says it does, its
+            hints are none, or its prompt is too long to be cut.
     """
     settings = self.server_args._hier_kv
     params = obj.sampling_params
     if not isinstance(params, dict) or input_ids is None:
         return original(self, obj, input_ids)
+    check_wishes(params.get("custom_params"))
     mode = mode_of(params.get("custom_params"), settings["truncation"])
     owner_of(params.get("custom_params"))
     hints_of(params.get("custom_params"))
@@ -65,6 +72,27 @@ def around_validate(original: Callable[..., Any], self: Any, obj: Any, input_ids
         params["custom_params"] = {**(custom if isinstance(custom, dict) else {}), STATED: True}
     note_cut()
     return original(self, obj, list(input_ids[: min(fits, fits + 1 - stated)]))
+
+
+def check_wishes(custom_params: Any) -> None:
+    """Refuses a wish of the plugin's that there is not, such as a mistyped one.
+
+    Args:
+        custom_params: the request's, from its sampling parameters.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if not isinstance(custom_params, dict):
+        return
+    # SGLang may hand the same parameters for every prompt of a batch, so `STATED` is met again.
+    known = (*_WISHES, STATED)
+    for name in custom_params:
+        if isinstance(name, str) and name.startswith(_PREFIX) and name not in known:
+            raise ValueError(
+                f"custom_params may have {', '.join(_WISHES[:-1])} and {_WISHES[-1]} of the names "
+                f"that begin with {_PREFIX}, got {name[:80]!r}."
+            )
 
 
 async def around_tokenizing(

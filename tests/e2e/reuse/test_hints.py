@@ -267,6 +267,22 @@ def test_what_is_no_hint_is_refused(server: Server, hints: Any, refusal: str) ->
     assert refused.value.status == 400
 
 
+def test_a_mistyped_name_is_refused_and_others_pass(server: Server) -> None:
+    refusal = "may have hier_kv_exact, .* of the names that begin with hier_kv_, got 'hier_kv_hint'"
+    with pytest.raises(ServerError, match=refusal) as refused:
+        _ask(server, [5] * 40, {"hier_kv_hint": {"ends": True}})
+    assert refused.value.status == 400
+    chat = {
+        "model": "m", "messages": [{"role": "user", "content": "what is it?"}], "max_tokens": 2,
+        "custom_params": {"hier_kv_hint": {"ends": True}},
+    }  # fmt: skip
+    with pytest.raises(ServerError, match=refusal) as refused:
+        server.post("/v1/chat/completions", chat)
+    assert refused.value.status == 400
+    known = {"hier_kv_exact": True, "hier_kv_owner": "me", "hier_kv_truncation": "off"}
+    assert _ask(server, [5] * 40, {**known, "thinking_budget": 5})["output_ids"]
+
+
 def test_a_tenant_keeps_its_share_of_a_store_too(server: Server) -> None:
     """Its pages are the oldest there, and what others put is more than fits."""
     mine, *others = real_prompts([CHAT_PAGES * PAGE + 20] * 15, seed=18)

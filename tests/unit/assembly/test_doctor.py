@@ -88,6 +88,35 @@ def test_folders_that_it_made_to_try_are_gone(
     assert kept.is_dir(), "what was there stays"
 
 
+def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", free_port()))
+        server.listen()
+        port = server.getsockname()[1]
+        for host in ("127.0.0.1", "localhost", "0.0.0.0"):
+            status, checks = run(capsys, *SMALL, "--port", str(port), "--host", host)
+            assert (status, checks["port"]["state"]) == (1, "refused")
+            assert f"--port {port} of {host} is taken by another" in checks["port"]["text"]
+    status, checks = run(capsys, *SMALL, "--port", str(port))
+    assert (status, checks["port"]["state"]) == (0, "ok")
+    status, checks = run(capsys, *SMALL, "--port", str(port), "--host", "no.such.host.invalid")
+    assert (status, checks["port"]["state"]) == (1, "refused")
+    assert "port" not in run(capsys, *SMALL)[1]
+    assert main(["doctor", *SMALL, "--port", "70000"]) == 2
+    assert "--port must be from 1 to 65535, got 70000" in capsys.readouterr().err
+
+
+def test_all_sizes_are_in_one_unit(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    disk = ["--hier-kv-disk-dir", str(tmp_path / "disk")]
+    status, checks = run(capsys, *SMALL, *disk, "--hier-kv-disk-size", "100000")
+    assert (status, checks["disk"]["state"]) == (0, "warning")
+    floor = [*disk, "--hier-kv-disk-free-floor", "100000"]
+    told = [checks, *(run(capsys, *each)[1] for each in (["--hier-kv-host-size", "99999"], floor))]
+    texts = [check["text"] for each in told for check in each.values()]
+    assert sum(text.count(" GiB") for text in texts) >= 5
+    assert [text for text in texts if re.search(r"\bGB\b", text)] == []
+
+
 def test_the_folder_of_a_server_that_starts_meanwhile_stays(tmp_path: Path) -> None:
     folder = tmp_path / "new" / "deep"
     config = replace(HierKVConfig(), host_size=0.01, disk_dir=str(folder), disk_free_floor=0.0)

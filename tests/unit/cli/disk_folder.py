@@ -138,10 +138,10 @@ def run_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[in
     return status, json.loads(out)
 
 
-def refusal(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
-    """The one sentence with which a command is refused."""
-    status, out, err = run(capsys, *arguments)
-    assert (status, out) == (2, "")
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 1) -> str:
+    """The one sentence with which a command ends; its status is 2 where it was asked wrongly."""
+    found, out, err = run(capsys, *arguments)
+    assert (found, out) == (status, "")
     assert err.startswith("hier-kv: ")
     assert err.count("\n") == 1
     return err

@@ -98,6 +98,8 @@ def test_help_has_examples_that_are_commands(name: str, monkeypatch: pytest.Monk
     assert "--json" in text
     if name in ("stats", "top", "inspect", "prune"):
         assert "powers of 1,024" in " ".join(text.split())
+    sizes = text.replace("GB/s", "")
+    assert "GB" not in sizes.replace("size=1GB", ""), "sizes are in GiB, here as in what it prints"
 
 
 def test_top_prints_a_document_for_each_look(url: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,6 +168,9 @@ def test_doctor_ends_with_the_commands_that_come_next(capsys: pytest.CaptureFixt
     assert sized.startswith("hier-kv size MODEL --chats-per-hour 2000 ")
     assert start == "python -m sglang.launch_server --model-path MODEL --enable-hier-kv"
     assert stats.startswith("hier-kv stats http://127.0.0.1:30000 ")
+    *_, start, stats = after("--port", "31000", "--host", "0.0.0.0")
+    assert start.endswith(" --enable-hier-kv --host 0.0.0.0 --port 31000")
+    assert stats.startswith("hier-kv stats http://127.0.0.1:31000 ")
     given = ["--model-path", "/my models/a", "--hier-kv-host-size", "2", "--hier-kv-disk-dir", "/d"]
     start, _ = after(*given)
     assert start == (
@@ -175,6 +180,6 @@ def test_doctor_ends_with_the_commands_that_come_next(capsys: pytest.CaptureFixt
 
 
 def test_size_shows_how_it_is_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["size"]) == 1
+    assert main(["size"]) == 2
     example = capsys.readouterr().err.partition("--kv-bytes-per-token: ")[2]
     assert make_parser().parse_args(shlex.split(example)[1:]).command == "size"

@@ -57,7 +57,8 @@ def test_people_read_the_same(tmp_path: Path, capsys: Capture) -> None:
     write_folder(tmp_path)
     status, out, _ = run(capsys, "inspect", tmp_path)
     assert status == 0
-    assert "22 pages in 4 segments" in out
+    assert "22 pages in 4 segments, " in out
+    assert f"\n  pages    20, {20 * SLOT_BYTES >> 10} KiB in all\n" in out
     assert "namespaces: 2; no server holds it" in out
     assert f"namespace {NAMESPACE.hex()}\n  label    model tiny, rope pre\n" in out
     assert "quality  20 exact\n" in out
@@ -85,14 +86,23 @@ def test_a_killed_servers_folder_is_read_as_the_next_server_would(
     assert own["free_slots"] > 0
 
 
-def test_beside_a_server_what_it_writes_to_is_not_counted(tmp_path: Path, capsys: Capture) -> None:
+def test_beside_a_server_what_it_writes_to_is_counted_apart(
+    tmp_path: Path, capsys: Capture
+) -> None:
     with opened(tmp_path) as tier:
         fill(tier)
         _, facts = run_json(capsys, "inspect", tmp_path)
         assert facts["held_by"].startswith(f"process {os.getpid()} on host ")
         own = next(n for n in facts["ranks"][0]["namespaces"] if n["namespace"] == NAMESPACE.hex())
         assert own["states"] == {"sealed": 2, "being_written": 1}
-        assert own["pages"] == 2 * PER_SEGMENT
+        assert (own["pages"], own["pages_being_written"]) == (2 * PER_SEGMENT, 4)
+        would_go = run_json(capsys, "prune", tmp_path, "--all", "--dry-run")[1]
+        _, out, _ = run(capsys, "inspect", tmp_path)
+    assert would_go["pages"] == 22
+    assert "22 pages in 4 segments" in out, "as prune says"
+    assert "in all; 4 in what is being written, at this moment\n" in out
+    assert "  pages    2 in what is being written, at this moment\n" in out
+    assert out.count("free ") == 1, "of what is being written that is not known"
 
 
 def test_a_look_keeps_no_server_from_starting(tmp_path: Path) -> None:

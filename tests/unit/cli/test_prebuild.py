@@ -152,7 +152,7 @@ def test_where_nothing_can_be_kept_it_says_so(tmp_path: Path) -> None:
 def test_what_is_not_known_is_refused_in_one_sentence(
     arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["prebuild", *arguments]) == 1
+    assert main(["prebuild", *arguments]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("hier-kv: ")
     assert told in line

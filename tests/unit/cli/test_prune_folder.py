@@ -52,10 +52,10 @@ def with_key(folder: Path, key: bytes = KEY) -> list[object]:
 def test_without_a_choice_nothing_is_removed(tmp_path: Path, capsys: Capture) -> None:
     write_folder(tmp_path)
     before = listing(tmp_path)
-    error = refusal(capsys, "prune", tmp_path)
+    error = refusal(capsys, "prune", tmp_path, status=2)
     assert "--namespace PREFIX, --damaged, --older-than 7d and --all" in error
-    assert "hex digits" in refusal(capsys, "prune", tmp_path, "--namespace", "")
-    assert "such as 4s" in refusal(capsys, "prune", tmp_path, "--older-than", "long")
+    assert "hex digits" in refusal(capsys, "prune", tmp_path, "--namespace", "", status=2)
+    assert "such as 4s" in refusal(capsys, "prune", tmp_path, "--older-than", "long", status=2)
     with pytest.raises(SystemExit, match="2"):
         run(capsys, "prune", tmp_path, "--all", "--damaged")
     assert listing(tmp_path) == before
@@ -232,7 +232,7 @@ def test_one_page_is_not_told_in_the_plural(tmp_path: Path, capsys: Capture) -> 
     _, out, _ = run(capsys, "prune", tmp_path, "--damaged")
     assert "removed 1 damaged page from " in out
     assert "seg-00000003.hkv, 1 stays\n" in out
-    assert "removed 1 page of 8 KiB\n" in out
+    assert "removed 1 page, 8 KiB in all\n" in out
     _, out, _ = run(capsys, "prune", tmp_path, "--all", "--dry-run")
     assert "seg-00000003.hkv: 1 page, " in out
 

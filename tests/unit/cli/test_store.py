@@ -152,7 +152,13 @@ def test_a_namespace_goes_and_all_others_stay(url: str, capsys: Capture) -> None
     chosen = ["prune", url, "--namespace", NAMESPACE.hex()[:12]]
     assert run_json(capsys, *chosen, "--dry-run")[1]["pages"] == 15
     assert outcomes(url, ITEMS) == {OK}
+    lines = run(capsys, *chosen, "--dry-run")[1].splitlines()
+    page = f"{NAMESPACE.hex()[:16]}/{ITEMS[0].key.page_hash.hex()[:16]} raw, "
+    assert len([line for line in lines if line.startswith(f"would remove {page}")]) == 1
+    assert [line for line in lines[:-1] if len(line) > 100] == [], "the last names the store"
+    assert len([line for line in lines if f" of adapter {ADAPTER.hex()[:16]}, " in line]) == 1
     status, facts = run_json(capsys, *chosen)
+    assert len([text for text in facts["removed"] if ITEMS[0].key.page_hash.hex() in text]) == 1
     assert (status, facts["pages"]) == (0, 15)
     assert outcomes(url, ITEMS) == {MISSING}
     assert outcomes(url, OTHERS) == {OK}
@@ -259,9 +265,11 @@ def test_what_cannot_be_looked_at_is_refused(tmp_path: Path, capsys: Capture) ->
     down = f"redis://127.0.0.1:{free_port()}"
     assert "is it up" in refusal(capsys, "inspect", down)
     assert "lists no names" in refusal(capsys, "verify", "mooncake://master:50051")
-    assert refusal(capsys, "inspect", "ftp://x").startswith("hier-kv: the URL must begin with")
+    assert refusal(capsys, "inspect", "ftp://x", status=2).startswith(
+        "hier-kv: the URL must begin with"
+    )
     assert "folder that is there" in refusal(capsys, "inspect", f"file://{tmp_path}/absent")
-    assert "nothing is chosen" in refusal(capsys, "prune", down)
+    assert "nothing is chosen" in refusal(capsys, "prune", down, status=2)
     assert run_json(capsys, "inspect", f"file://{tmp_path}")[1]["namespaces"] == []
 
 

@@ -227,18 +227,25 @@ def test_a_bad_line_is_refused_by_its_number_before_anything_is_sent(
         (["--timeout-s", "0"], "--timeout-s must be above 0, at most 86400 s, got 0"),
         (["--timeout-s", "nan"], "--timeout-s must be above 0, at most 86400 s, got nan"),
         (["--pin-s", "86401"], "--pin-s must be above 0, at most 86400 s, got 86401"),
-        ([], "expected documents, found none in "),
     ],
 )
-def test_flags_out_of_range_and_nothing_to_send_are_one_sentence(
+def test_flags_out_of_range_are_one_sentence(
     peer: Peer,
     write: Write,
     capsys: pytest.CaptureFixture[str],
     flags: list[str],
     refusal: str,
 ) -> None:
-    assert main(["warm", peer.url, write(), *flags]) == 1
+    assert main(["warm", peer.url, write({"text": "a"}), *flags]) == 2
     assert refusal in capsys.readouterr().err
+    assert peer.prompts() == []
+
+
+def test_nothing_to_send_is_one_sentence(
+    peer: Peer, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["warm", peer.url, write()]) == 1
+    assert "expected documents, found none in " in capsys.readouterr().err
 
 
 def test_all_is_said_of_documents_that_are_stored(

@@ -24,6 +24,7 @@ import pkgutil
 import queue
 import random
 import re
+import socket
 import threading
 import time
 import traceback
@@ -83,8 +84,9 @@ ROOMS = (
 ALSO_OTHERS = (
     argparse.ArgumentParser, concurrent.futures.ThreadPoolExecutor, contextlib.ExitStack,
     ctypes.Array, fractions.Fraction, hashlib.sha256(), queue.Queue, random.Random, re.Match,
-    re.Pattern, threading.Condition, threading.Thread, torch.cuda.Event, torch.cuda.Stream,
-    torch.distributed, torch.distributed.ReduceOp, torch.nn, torch.nn.Module, torch.version,
+    re.Pattern, socket.socket, threading.Condition, threading.Thread, torch.cuda.Event,
+    torch.cuda.Stream, torch.distributed, torch.distributed.ReduceOp, torch.nn, torch.nn.Module,
+    torch.version,
     os.path, np.random, np.dtype, np.random.Generator, np.ufunc, np.iinfo, Counter, deque,
     bytearray, float, int, list, memoryview, set, OSError,
     os.stat_result, os.statvfs_result, types.FunctionType, types.CodeType,

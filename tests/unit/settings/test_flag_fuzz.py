@@ -200,5 +200,5 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     found = memory.available_bytes(tmp_path / "proc", tmp_path / "cgroup")
     monkeypatch.setattr(preflight, "available_bytes", lambda: found)
     check_machine(HierKVConfig(host_size=1.9))
-    with pytest.raises(HierKVConfigError, match=r"more than the 2\.0 GB of memory"):
+    with pytest.raises(HierKVConfigError, match=r"more than the 2\.0 GiB of memory"):
         check_machine(HierKVConfig(host_size=2.1))

@@ -152,7 +152,7 @@ def test_the_front_process_checks_the_length_after_the_cut(
     assert (obj.sampling_params.get("custom_params") or {}).get(STATED, False) == marked
 
 
-def refusal(num: int, flag: str = "overflow", **custom: Any) -> str:
+def refusal(num: int, flag: str = "overflow", /, **custom: Any) -> str:
     """Why the front process refuses a prompt; empty where it lets it through."""
     settings = {"truncation": flag, "truncation_longest": 8}
     manager = SimpleNamespace(
@@ -176,6 +176,34 @@ def test_the_front_process_refuses_what_is_too_long_and_what_is_not_allowed() ->
     assert "must be off on this server" in refusal(10, "off", hier_kv_truncation="overflow")
     assert "must be a text of 1 to 256 bytes" in refusal(10, hier_kv_owner="")
     assert not refusal(10, hier_kv_owner="me")
+
+
+@pytest.mark.parametrize("name", ["hier_kv_hint", "hier_kv_", "hier_kv_Exact", "hier_kv_truncate"])
+def test_a_mistyped_wish_is_refused_by_the_names_that_there_are(name: str) -> None:
+    known = "hier_kv_exact, hier_kv_hints, hier_kv_owner and hier_kv_truncation"
+    assert refusal(10, "off", **{name: True}) == (
+        f"custom_params may have {known} of the names that begin with hier_kv_, got {name!r}."
+    )
+
+
+def test_other_names_are_not_the_plugins_business() -> None:
+    assert not refusal(10, thinking_budget=5, hier_kv=1, hier_cache_hint=True)
+    assert not refusal(10, "off", **dict.fromkeys(["", "hierkv_hints"], 1))
+
+
+def test_prompts_of_a_batch_may_have_one_object_of_parameters() -> None:
+    """As SGLang hands it: what the front process noted for the first is there for the second."""
+    manager = SimpleNamespace(
+        context_len=100, num_reserved_tokens=0,
+        server_args=SimpleNamespace(_hier_kv={"truncation": "overflow", "truncation_longest": 8}),
+    )  # fmt: skip
+    params: dict[str, Any] = {"max_new_tokens": 2, "custom_params": {"hier_kv_exact": True}}
+    seen: list[int] = []
+    for _ in range(2):
+        obj = SimpleNamespace(sampling_params=params)
+        around_validate(lambda self, obj, ids: seen.append(len(ids)), manager, obj, [1] * 500)
+    assert seen == [98, 98]
+    assert params["custom_params"] == {"hier_kv_exact": True, STATED: True}
 
 
 def test_the_secret_outlives_the_process_where_pages_do(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from sglang_ext.tiers.records.seals import RecordSeals
 
 _COUNTED = (SegmentState.SEALED, SegmentState.RESEALED, SegmentState.DAMAGED_FOOTER)
 BEING_WRITTEN = "being_written"
-"""State of a segment whose pages are not counted as a server may be writing to it."""
+"""State of a segment that a server may be writing to: its pages are a moment's, and apart."""
 
 
 @dataclass
@@ -32,6 +32,7 @@ class Contents:
         segments: files that are named as segments.
         num_bytes: of these, as long as they are.
         pages: records in their tables; what a server gave up and has not overwritten counts too.
+        pages_being_written: records in segments without a table yet, which a server writes to.
         page_bytes: of the blocks that they take.
         free_slots: whole slots in segments without a codec in which no record lies.
         free_bytes: of all places in segments in which no record lies.
@@ -47,6 +48,7 @@ class Contents:
     segments: int = 0
     num_bytes: int = 0
     pages: int = 0
+    pages_being_written: int = 0
     page_bytes: int = 0
     free_slots: int = 0
     free_bytes: int = 0
@@ -110,6 +112,7 @@ def count_contents(
         contents.add_file(segment)
         if has_server and not is_sealed(io, segment):
             contents.states[BEING_WRITTEN] += 1
+            contents.pages_being_written += len(examine(io, segment, seals).pages)
         else:
             recovered = examine(io, segment, seals)
             contents.states[recovered.state.value] += 1

@@ -1,0 +1,27 @@
+"""What is wrong with a command line, whatever machine, files and servers are like."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+FAILED, WRONG_USE = 1, 2
+"""Exit statuses: it ran, and found something wrong or could not; or it was asked wrongly, as by
+argparse."""
+
+
+class UsageError(ValueError):
+    """A command line that cannot be meant; one sentence."""
+
+
+@contextlib.contextmanager
+def of_the_command_line() -> Iterator[None]:
+    """Where all that is refused was given on the command line.
+
+    Raises:
+        UsageError: in place of any `ValueError`.
+    """
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error)) from error
