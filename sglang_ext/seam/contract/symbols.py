@@ -95,7 +95,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "match_prefix check_prefetch_progress pop_prefetch_loaded_span "
             "prefix_device_indices maybe_hand_to_session claim_kv_row release_aborted_request "
             "check_hicache_events finish_external_linker_loads reset clear_storage_backend "
-            "release_host_resources evict_for_alloc"
+            "release_host_resources evict_for_alloc swa_retain_floor"
         ),
         (_LINKER, "UnifiedCacheLinkerWrapper"): (
             "__init__ match load_back _offload_node commit_completed_offloads reset "
@@ -345,7 +345,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params "
             "time_stats bootstrap_host bootstrap_room metadata_buffer_index disagg_kv_sender "
             "logprob_start_len extend_end multimodal_inputs output_ids disagg_decode_prefix_len "
-            "finished_reason return_logprob input_embeds"
+            "finished_reason return_logprob input_embeds seqlen"
         ),
         ("srt.managers.schedule_batch", "ScheduleBatch"): (
             "reqs forward_mode hicache_consumer_index launch_ts extend_lens prefix_lens input_ids "

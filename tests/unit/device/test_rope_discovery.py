@@ -20,7 +20,7 @@ from sglang_ext.device.rope_discovery import (  # noqa: E402
     rope_digest,
 )
 from sglang_ext.kernels.rope import RopeSpec, naive  # noqa: E402
-from sglang_ext.seam.self_check import check_layers  # noqa: E402
+from sglang_ext.seam.self_check import _without_sinks, check_layers  # noqa: E402
 
 HEADS, DIM, TOKENS = 2, 32, 64
 
@@ -294,3 +294,29 @@ def test_nan_fails_and_bound_layers_are_left_out() -> None:
     assert check_layers(pool, [LayerRope(None, movable=False)], slots) == {}
     pool.k[0].zero_()
     assert list(check_layers(pool, [LayerRope(spec_of(), movable=True)], slots)) == [0]
+
+
+class Sunk(torch.nn.Module):
+    """A layer of gpt-oss, as far as its sinks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sinks = torch.nn.Parameter(torch.tensor([0.5, -2.0, 3.25]).bfloat16())
+        self.weight = torch.nn.Parameter(torch.ones(3))
+
+
+def test_sinks_are_nothing_meanwhile_and_back_even_behind_an_error() -> None:
+    layers = torch.nn.Sequential(Sunk(), Sunk())
+    before = {name: value.detach().clone() for name, value in layers.named_parameters()}
+
+    def fail() -> None:
+        with _without_sinks(layers):
+            for name, value in layers.named_parameters():
+                gone = torch.exp(value.float()).sum() == 0
+                assert gone == name.endswith(".sinks")
+            raise RuntimeError("in between")
+
+    with pytest.raises(RuntimeError, match="in between"):
+        fail()
+    for name, value in layers.named_parameters():
+        assert torch.equal(value, before[name])

@@ -49,8 +49,8 @@ OTHERS = (
     asyncio, concurrent.futures, contextlib, functools, hashlib, http.HTTPStatus, inspect,
     inspect.Parameter, logging, logging.Logger, np, np.ndarray, npt, os, pathlib.Path, pkgutil,
     pydantic.BaseModel, starlette.applications.Starlette, starlette.requests.Request, threading,
-    time, torch, torch.Tensor, torch.cuda, traceback, OrderedDict, asyncio.AbstractEventLoop, str,
-    bytes, dict, Exception,
+    time, torch, torch.Tensor, torch.cuda, torch.nn, torch.nn.Module, traceback, OrderedDict,
+    asyncio.AbstractEventLoop, str, bytes, dict, Exception,
 )  # fmt: skip
 NOT_IN_A_FILE = {
     "attn_cp_size": "SGLang has its ranks' widths in a table, by name",
@@ -85,7 +85,7 @@ ALSO_OTHERS = (
     argparse.ArgumentParser, concurrent.futures.ThreadPoolExecutor, contextlib.ExitStack,
     ctypes.Array, fractions.Fraction, hashlib.sha256(), queue.Queue, random.Random, re.Match,
     re.Pattern, socket.socket, threading.Condition, threading.Thread, torch.cuda.Event,
-    torch.cuda.Stream, torch.distributed, torch.distributed.ReduceOp, torch.nn, torch.nn.Module,
+    torch.cuda.Stream, torch.distributed, torch.distributed.ReduceOp,
     torch.version,
     os.path, np.random, np.dtype, np.random.Generator, np.ufunc, np.iinfo, Counter, deque,
     bytearray, float, int, list, memoryview, set, OSError,
