@@ -31,6 +31,7 @@ from tests.property.worlds.device_hybrids import (  # noqa: E402
     BlockWorld,
     DraftWorld,
     IndexWorld,
+    MadeWindowWorld,
     StateWorld,
     WindowWorld,
 )
@@ -49,6 +50,7 @@ from tests.property.worlds.device_world import (  # noqa: E402
         (IndexWorld, ()),
         (StateWorld, ("track", "save_unplaced_pages")),
         (WindowWorld, ("slide", "offer_window", "save_unplaced_pages")),
+        (MadeWindowWorld, ("slide", "offer_window", "save_unplaced_pages")),
         (BlockWorld, ("slide", "offer_window", "save_unplaced_pages")),
     ],
 )

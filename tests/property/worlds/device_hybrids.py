@@ -7,6 +7,7 @@ saved. The layers of a draft model are the last of a page. Rows of an index lie 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +19,7 @@ inprocess.prepare()
 
 from sglang_ext.assembly.draft_setup import _WholeLoads  # noqa: E402
 from sglang_ext.assembly.window_setup import bound_ropes  # noqa: E402
+from sglang_ext.device.composition import Composition, TokenSpan  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402
 from sglang_ext.device.layout import (  # noqa: E402
     ROPE_BOUND,
@@ -392,6 +394,30 @@ class WindowWorld(DeviceWorld):
         """See `DeviceWorld.settle`."""
         super().settle()
         assert sorted(self.free_windows) == list(range(1, self.WINDOW_PAGES))
+
+
+def in_runs(position: int, num_pages: int) -> Composition:
+    """Pages that are made of runs which meet inside one of them."""
+    num_tokens = num_pages * PAGE
+    at, pages = num_tokens // 2 - 1, np.arange(num_pages)
+    runs = (
+        TokenSpan(pages[: -(-at // PAGE)], 0, at, 0),
+        TokenSpan(pages[at // PAGE :], at % PAGE, num_tokens - at, 0),
+    )
+    hashes = np.zeros((num_pages, 32), np.uint8)  # nobody looks for them
+    return Composition(position, PAGE, hashes, runs, np.zeros(num_pages, np.bool_))
+
+
+class MadeWindowWorld(WindowWorld):
+    """Of each load the pages of all parts are made of runs, as behind a cut."""
+
+    def _job(self, pages: Any, rows: torch.Tensor, load: Load) -> LoadJob:
+        job = super()._job(pages, rows, load)
+        windows = job.windows
+        assert windows is not None
+        windows = replace(windows, composition=in_runs(windows.position, windows.num_pages))
+        made = in_runs(job.position, len(rows) // PAGE)
+        return replace(job, composition=made, windows=windows)
 
 
 class BlockWorld(WindowWorld):
