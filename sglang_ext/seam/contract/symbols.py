@@ -14,8 +14,9 @@ class Use(Enum):
     """What is done with a name, and so what of it must be as it was tested.
 
     The start is refused where a name is missing, or, but for NAMED, has another signature. Another
-    body refuses the start for FOLLOWED; CALLED and HOOKED are treated alike: a warning names them,
-    and `hier-kv doctor` and `testkit/contract_matrix.py` say which of the two they are.
+    body refuses the start for FOLLOWED, unless the operator allows untested releases. CALLED and
+    HOOKED are treated alike: a warning names them, and `hier-kv doctor` and
+    `testkit/contract_matrix.py` say which of the two they are.
     """
 
     NAMED = "imported or read: it exists"
