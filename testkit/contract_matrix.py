@@ -24,7 +24,7 @@ def main() -> int:
             f"{len(found)} {what}"
             for found, what in (
                 (verdict.broken, "missing or with other parameters"),
-                (verdict.unproven, "overridden and written differently"),
+                (verdict.unproven, "followed and written differently"),
                 (verdict.changed, "hooked and written differently"),
                 (verdict.called, "called and written differently"),
             )

@@ -1,8 +1,9 @@
 """Decides of each waiting request which of its pages to load and which to compute anew.
 
 Only with `--hier-kv-prefetch-policy cost`; `waiting.py` has the other policies. The formula is in
-`tiers/policy/cost_model.py`. Hybrids are not judged; of coded pages in a remote store
-`streaming/planner.py` decides how they come.
+`tiers/policy/cost_model.py`. Requests of hybrid models are not judged: they wait for their pages up
+to `--hier-kv-prefetch-timeout-ms`, as under `timeout`. `streaming/planner.py` decides how coded
+pages come from a remote store.
 
 Each of several ranks decides by the speeds of its own. What all of them would use at most is agreed
 on in the scheduler's steps (`WaitingRoom.limit`), and a rank that hears of it judges that anew.
@@ -16,8 +17,9 @@ lie), its read meter (what is queued), and `CostModel` (how fast everything is).
 `DramChoice` decides when it runs, of the pages that are in DRAM by then, and also where there is
 neither a disk nor a remote store.
 
-Scheduler's thread only. `should_hold` is O(1) but where it first holds a request, and where it is
-about to give it up; it looks up the request's pages then, and the others do so once.
+Scheduler's thread only. A call of `enter` or `learn` looks up the request's pages once, and so does
+`num_pages` where it judges anew. `should_hold` is O(1), except where it first holds a request and
+where it is about to give one up: there it looks the pages up, too.
 """
 
 from __future__ import annotations
@@ -98,7 +100,7 @@ class DramChoice:
         return share.decision.pages
 
     def as_agreed(self, share: DramShare, device_tokens: int, num_pages: int) -> DramShare:
-        """What several ranks made of a rank's share, as of a match.
+        """This rank's share, brought up to date with what all ranks agreed to load at a match.
 
         Args:
             share: the rank's own.
@@ -213,9 +215,10 @@ class LoadOrCompute:
         self._ahead_s = ahead_s if self.num_waiting else 0.0
 
     def step(self) -> None:
-        """Once a scheduler step: a probe that is done keeps nothing pinned for nobody. O(1).
+        """Once a scheduler step: ends a probe that is done when no request waits. O(1).
 
-        It is not given up before that: the request that it was made for may run at once.
+        Its pages stay pinned until it is ended. While it still reads it goes on although nobody
+        waits: the request that it was made for may have run at once.
         """
         if self._probe is not None and not self.num_waiting and self._probe.done:
             self._end_probe()
@@ -229,8 +232,9 @@ class LoadOrCompute:
     def num_pages(self, request: WaitingRequest) -> int:
         """How many of a request's leading pages a plan that is made now should ask for.
 
-        A probe ends before that, as a plan beside others may pin less of DRAM than one alone. What
-        is being read for it is read to its end, and measured.
+        A probe is a plan, too, and the store lets a plan pin less of DRAM while there is another.
+        So the probe is ended before the request's plan is made. A read that the probe has begun
+        goes on to its end, and is measured.
         """
         num = self._num_worth(request)
         if self._probe is not None and (num or self._probe.done):
@@ -245,8 +249,8 @@ class LoadOrCompute:
     def should_hold(self, request: WaitingRequest) -> bool:
         """Whether a request, whose turn it is, should wait for its pages.
 
-        At the head of the queue it waits for room for more of them as for those that are read.
-        Without a plan there is no room in DRAM for one.
+        A request at the head of the queue whose plan may become longer (`awaits_room`) also waits
+        for DRAM to have room for more of its pages. Where it has no plan, DRAM had no room for one.
         """
         plan, estimate = request.plan, request.estimate
         if estimate is None or estimate.verdict.choice is LoadChoice.RECOMPUTE:
@@ -316,10 +320,11 @@ class LoadOrCompute:
         )
 
     def _held_s(self, request: WaitingRequest, estimate: Estimate, now_s: float) -> float:
-        """For how long an admitted request was held for its pages; not how long for a place.
+        """For how long an admitted request was held for its pages.
 
-        The scheduler asks again only when it has a place in its batch. So no more than it would
-        have been held at most.
+        The time for which it waited for a place in a batch is not part of it. The scheduler asks
+        again only when it has a place, so what is returned is at most the longest for which the
+        request would have been held.
         """
         if estimate.held_since_s is None:
             return 0.0

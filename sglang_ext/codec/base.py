@@ -152,12 +152,14 @@ class LearnedKind:
             `CodecError`, and takes no more memory than such a model needs.
         max_file_bytes: no such file is longer.
         digest: bytes that name the content.
-        num_levels: of what `build` makes.
-        build: from chunks `[S, T, C]`, the dtype's name, head dim and a note on their origin.
+        num_levels: levels of a codec that was given what `build` makes.
+        build: makes it from chunks `[S, T, C]`, the dtype's name, head dim and a note on their
+            origin.
         is_calibrated: a file of it may lie beside the model (`hier-kv calibrate`).
-        of_rank: `of_rank(content, num_channels, rank, num_ranks)` is the part of a file's content
-            for one tensor parallel rank's heads, `num_channels` of a plane; raises `CodecError`.
-            None where a part is of no use.
+        of_rank: `of_rank(content, num_channels, rank, num_ranks)` takes the content of a file for
+            the whole model and returns that for one tensor parallel rank, whose heads have
+            `num_channels` channels of each plane; raises `CodecError`. None where the content
+            cannot be divided.
     """
 
     suffix: str

@@ -44,8 +44,8 @@ class LoadCounter:
     def update_producer(self) -> int:
         """Opens a batch, which the next forward reads, and returns its index.
 
-        SGLang 0.5.23 names the consumer before it generates, not before an embedding forward;
-        both run the batch whose loads were started last.
+        The batch is made the consumer's here, as SGLang 0.5.23 calls `set_consumer` only before a
+        forward that generates, and not before one that embeds. Both read the batch opened last.
         """
         with self._changed:
             self._producer_index += 1

@@ -3,8 +3,9 @@
 On a CPU the copier writes pages where they lie. A device with memory of its own has two streams. On
 one, kernels lay pages out as they will lie in DRAM, some layers of some pages at a time, in a ring
 of buffers: K without its rotation, V, and a tail of those K values whose rotation could not be
-undone exactly. On the other, these are copied to page-locked slots. Only the saving thread waits,
-once a save.
+undone exactly. On the other, these are copied to page-locked slots. Only the saving thread waits
+for the device: `save` waits for the tails, which say how many corrections each page has, and at its
+end for the copies; `has_rows_below` for its answer; `saving`, at its end, for both streams.
 
     gathers    [lay out 0][lay out 1][lay out 2][lay out 3].......[lay out 4]
     sends                 [send 0   ][send 1   ][send 2   ]...             [tails]
@@ -50,8 +51,8 @@ class SaveRun:
 
 
 @dataclass(frozen=True)
-class _Part:
-    """Pages that are laid out together.
+class _Batch:
+    """Pages that are laid out together: as many as a buffer has room for one layer of.
 
     Attributes:
         rows: i64 `[n * P]`, rows of the pool, on the device.
@@ -156,7 +157,7 @@ class SavePath:
             port.synchronize(port.record(self._sends))
 
     def has_rows_below(self, end: int, token_slots: torch.Tensor) -> bool:
-        """Whether any of some rows is before `end`; waits for the device, within `saving`."""
+        """Whether a row of `token_slots` is below `end`; waits for the device, within `saving`."""
         with self._port.on(self._gathers):
             return self._port.any_below(token_slots, end)
 
@@ -184,9 +185,9 @@ class SavePath:
         self, ring: Ring, token_slots: torch.Tensor, runs: Sequence[SaveRun]
     ) -> list[SavedPage]:
         state = self._copier.rules.saved_state
-        parts = self._parts(token_slots, runs, state)
-        for part in parts:
-            self._lay_out_and_send(ring, part, position_free=state == ROPE_PRE)
+        batches = self._batches(token_slots, runs, state)
+        for batch in batches:
+            self._lay_out_and_send(ring, batch, position_free=state == ROPE_PRE)
         self._port.synchronize(self._port.record(self._sends))
         slots = np.concatenate([run.page_slots for run in runs])
         counts = self._copier.num_listed(slots)
@@ -221,11 +222,13 @@ class SavePath:
             for at in range(len(run.page_slots))
         ]
         chosen = [pages[at] for at in which.tolist()]
-        for part in self._parts(token_slots, chosen, ROPE_BOUND):
-            self._lay_out_and_send(ring, part, position_free=False)
+        for batch in self._batches(token_slots, chosen, ROPE_BOUND):
+            self._lay_out_and_send(ring, batch, position_free=False)
 
-    def _parts(self, token_slots: torch.Tensor, runs: Sequence[SaveRun], state: int) -> list[_Part]:
-        """Runs in parts that a buffer has room for a layer of; one upload in all."""
+    def _batches(
+        self, token_slots: torch.Tensor, runs: Sequence[SaveRun], state: int
+    ) -> list[_Batch]:
+        """Divides runs into batches; uploads the positions and heads of all of them at once."""
         size = self._copier.page_size
         positions = [
             run.position + np.arange(size * len(run.page_slots), dtype=np.int64) for run in runs
@@ -238,14 +241,14 @@ class SavePath:
         with port.on(self._gathers):
             uploaded = port.upload(np.concatenate([flat_positions, heads.reshape(-1)]))
             rows = port.rows(token_slots)
-        parts: list[_Part] = []
+        batches: list[_Batch] = []
         done = 0
         for run in runs:
             for begin in range(0, len(run.page_slots), self._most):
                 slots = run.page_slots[begin : begin + self._most]
                 first, num = run.first_token + begin * size, len(slots)
-                parts.append(
-                    _Part(
+                batches.append(
+                    _Batch(
                         rows[first : first + num * size],
                         uploaded[done * size : (done + num) * size],
                         uploaded[tokens + 3 * done : tokens + 3 * (done + num)],
@@ -253,18 +256,18 @@ class SavePath:
                     )
                 )
                 done += num
-        return parts
+        return batches
 
-    def _lay_out_and_send(self, ring: Ring, part: _Part, *, position_free: bool) -> None:
+    def _lay_out_and_send(self, ring: Ring, batch: _Batch, *, position_free: bool) -> None:
         port, copier, gathers, sends = self._port, self._copier, self._gathers, self._sends
-        layout, num = copier.layout, len(part.page_slots)
+        layout, num = copier.layout, len(batch.page_slots)
         if self._tails_sent is not None:
             port.wait(gathers, self._tails_sent)
         tails = self._tails[: num * self._tail_bytes].reshape(num, self._tail_bytes)
         capacity = layout.max_corrections
         listing = Listing(tails, layout.num_listed_layers, capacity, self._wrong, self._misses)
         with port.on(gathers):
-            copier.kernels.begin_tails(tails, part.heads)
+            copier.kernels.begin_tails(tails, batch.heads)
         for layers in ring.groups(copier.layer_bytes, num):
             buffer, span = ring.take(), copier.span(layers)
             if buffer.free is not None:
@@ -275,42 +278,45 @@ class SavePath:
                     copier.kernels.clear(pages)
                 for layer in layers:
                     view = self._view(pages, ring.index[:num], span.start)
-                    self._lay_out(part, layer, view, listing if position_free else None)
-            self._send(part, pages, span)
+                    self._lay_out(batch, layer, view, listing if position_free else None)
+            self._send(batch, pages, span)
             buffer.free = port.record(sends)
-        self._send(part, tails, slice(layout.tail_offset, layout.slot_bytes))
+        self._send(batch, tails, slice(layout.tail_offset, layout.slot_bytes))
         self._tails_sent = port.record(sends)
 
     def _view(self, pages: Any, index: Any, first_byte: int) -> Any:
         size = self._copier.page_size
         return lambda offset: PagedView(pages, index, offset - first_byte, size)
 
-    def _lay_out(self, part: _Part, layer: int, view: Any, listing: Listing | None) -> None:
+    def _lay_out(self, batch: _Batch, layer: int, view: Any, listing: Listing | None) -> None:
         copier, kernels, layout = self._copier, self._copier.kernels, self._copier.layout
         spec = None if listing is None else refresh_spec(copier.ropes[layer])
         k, out = copier.pool.k[layer], view(layout.k_offsets[layer])
         if spec is None:
-            kernels.copy_rows_to_pages(k, part.rows, out)
+            kernels.copy_rows_to_pages(k, batch.rows, out)
         else:
-            kernels.save_to_pages(k, part.rows, part.positions, spec, out, listing, layer)
+            kernels.save_to_pages(k, batch.rows, batch.positions, spec, out, listing, layer)
         if layout.v_row_bytes[layer]:
             out = view(layout.v_offsets[layer])
-            kernels.copy_rows_to_pages(copier.pool.v[layer], part.rows, out)
+            kernels.copy_rows_to_pages(copier.pool.v[layer], batch.rows, out)
 
-    def _send(self, part: _Part, pages: Any, span: slice) -> None:
+    def _send(self, batch: _Batch, pages: Any, span: slice) -> None:
         """Queues the copies of what was laid out so far."""
         assert span.start >= HEADER_BYTES
         port = self._port
         port.wait(self._sends, port.record(self._gathers))
         with port.on(self._sends):
-            port.send(self._copier.slots, part.page_slots, span, pages)
+            port.send(self._copier.slots, batch.page_slots, span, pages)
 
 
 class SaveParts:
-    """Saves pages whose layers lie in several parts; one thread saves.
+    """Saves pages of models that keep their KV in several parts; one thread saves.
+
+    Part 0 is the full layers; parts 1 and on are the groups of window layers, or part 1 is the
+    states.
 
     Args:
-        paths: one a part, of one device. A `StateSavePath` may be among them.
+        paths: one for each part, of one device. A `StateSavePath` may be among them.
     """
 
     def __init__(self, paths: Sequence[Any]) -> None:

@@ -108,11 +108,11 @@ class SaveThread:
             self._jobs.put(note)
 
     def numbers(self) -> tuple[int, int]:
-        """Saves queued or running, and those that ended since the start, both at one moment.
+        """How many saves are queued or running, and how many ended since the start, at one moment.
 
-        What is called behind saves is among both: with nothing queued that is done, too. They end
-        in the order of their offers: what is queued now has ended when so many more have, whatever
-        is offered meanwhile.
+        Both numbers count the notes of `after_saves`, too. Saves and notes end in the order in
+        which they were offered. So when this returns (n, m), all that is queued now has ended as
+        soon as the second number is n + m, whatever is offered meanwhile.
         """
         with self._done:
             return self._num_saves + self._num_notes, self._num_ended
@@ -136,7 +136,7 @@ class SaveThread:
             return self._done.wait_for(lambda: self._num_saves == 0, timeout_s)
 
     def device_was_reset(self) -> None:
-        """Saves under way will not be published; results that were not taken are dropped."""
+        """Has saves under way end unpublished, and drops the results that were not taken."""
         with self._done:
             self._num_resets += 1
             self._completed.clear()
@@ -214,11 +214,12 @@ class SaveThread:
         return ok and ticket.dropped == 0
 
     def _copy_out(self, job: SaveJob, ticket: SaveTicket, pages: npt.NDArray[np.int64]) -> bool:
-        """Copies new `pages` of a job, part by part.
+        """Copies new `pages` of a job, part by part; the parts are those of `SaveParts`.
 
         Returns:
-            False where rows of window layers lie in the padding page, or a state in the padding
-            slot: SGLang names them for what has none, and what is in them is everybody's.
+            False, with nothing copied, where the job names rows of the padding page, or the padding
+            slot of a state. SGLang names these for tokens that have no window rows and for nodes
+            that have no state; every request writes to them.
         """
         if job.is_of_state:
             if self._parts[1].has_rows_below(1, job.token_slots):
@@ -229,7 +230,7 @@ class SaveThread:
         if job.is_of_windows and self._parts[0].has_rows_below(self._page_size, job.token_slots):
             self._store.counters.add("save_unplaced_pages", len(pages))
             return False
-        # Of window layers the same pages come once a group.
+        # The hashes of a window job are of one group's pages, then of the next group's.
         num_pages = len(job.token_slots) // self._page_size
         part = pages // num_pages + 1 if job.is_of_windows else np.zeros_like(pages)
         for number in np.unique(part).tolist():
@@ -244,10 +245,10 @@ class SaveThread:
         pages: npt.NDArray[np.int64],
         slots: npt.NDArray[np.int32],
     ) -> None:
-        """Copies `pages` of a job's hashes, all of one part, to slots and writes their headers."""
+        """Copies `pages`, indices into a job's hashes, of one part, to slots with headers."""
         size, place = self._page_size, job.place
         page_slots = slots.astype(np.int64)
-        if job.is_of_state:  # parts are counted, and all are of one position
+        if job.is_of_state:  # its pages are the state's own parts, all of one position
             sources, firsts = pages, np.zeros_like(pages)
         else:
             firsts = size * (pages % (len(job.token_slots) // size))  # a page's first token

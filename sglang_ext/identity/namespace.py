@@ -1,7 +1,8 @@
 """Namespace digest: everything that makes stored KV valid for one model and for no other.
 
-SGLang's page hash covers the tokens, ``extra_key`` and salt. It says nothing of the model, its
-weights, dtype, layout or rotary table (docs/decisions), so pages are also keyed by this digest.
+SGLang's page hash covers the tokens, ``extra_key`` and salt. It does not cover the model, its
+weights, dtype, layout or rotary table. So the key of a page has this digest beside its hash
+(docs/decisions).
 This module imports torch and no SGLang.
 """
 
@@ -17,18 +18,19 @@ import torch
 _CHUNK_VALUES = 1 << 22
 # Attributes of attention layers that scale stored K and V; plain floats on some paths.
 _SCALES = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
-# MLA's up-projection as SGLang absorbs it; some models (MiniCPM 3) give the parameter up for it.
+# What SGLang computes from MLA's up-projection and keeps in attributes. Some models (MiniCPM 3)
+# delete the parameter itself then, and have its values here alone.
 _ABSORBED = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
     """Digest of the bits of all named tensors, in name order.
 
-    Two sums modulo 2^64 over every value of each chunk (plain, and weighted by place) go into
-    SHA-256 with names, shapes and dtypes: a change of any one value changes the digest, and so does
-    a swap of any two. It
-    guards against mistakes, not against forgery. Runs on the tensors' own device; a 1 GB model
-    takes about a second on one CPU core.
+    Each tensor is divided into chunks. Of each chunk two sums of its values modulo 2^64, one plain
+    and one weighted by place, go into SHA-256, with the tensor's name, shape and dtype. A change of
+    one value changes the digest, and so does a swap of two values. The digest finds mistakes; it
+    does not stop a forger. Runs on the tensors' own device; a 1 GB model takes about a second on
+    one CPU core.
 
     Args:
         tensors: names and tensors, on any device.
@@ -37,7 +39,7 @@ def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
         32 bytes.
     """
     digest = hashlib.sha256()
-    places: dict[torch.device, torch.Tensor] = {}  # 1, 2, ...: as many as a chunk needed so far
+    places: dict[torch.device, torch.Tensor] = {}  # weights 1, 2, ... of the longest chunk so far
     for name, tensor in sorted(tensors, key=lambda item: item[0]):
         digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}|".encode())
         for first, second in _chunk_sums(tensor.detach(), places):

@@ -180,8 +180,8 @@ class Consensus:
 
         Args:
             vector: of `begin`, reduced.
-            num_requests: how many were told of.
-            num_searches: how many of these.
+            num_requests: how many waiting requests the report of `begin` told of.
+            num_searches: how many searches it told of.
 
         Raises:
             RankDivergenceError: the ranks' histories differed when the round began.

@@ -51,13 +51,13 @@ _OLD_STEPS = 8
 
 @dataclass
 class AgreedPrompt:
-    """What a waiting request is agreed on again with.
+    """What is kept of a waiting request so that the ranks can agree on it again.
 
     Attributes:
         key: SGLang's key of the pages of its prefix.
-        num_moves: how often that was done because the device lost pages of it.
-        entered: number of the round before which it entered first.
-        renewed: it was agreed on once more after a long wait.
+        num_moves: how often they agreed again because the device lost pages of the prefix.
+        entered: number of the round before which the request entered first.
+        renewed: whether they agreed again because the request waited for long.
     """
 
     key: Any
@@ -259,7 +259,7 @@ class Lockstep(Admission):
         self._room.step(self._queue())
         if self._searches is None:
             self._agree()
-        else:  # what is found makes other requests, so no other round but a step's tells of it
+        else:  # a result changes what requests ask for, so only a step's round tells of searches
             told = self._searches.report(MAX_SEARCHES)
             self._searches.settle(self._agree(told).searches)
         return self._take_failed()

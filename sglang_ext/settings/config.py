@@ -19,11 +19,11 @@ from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.settings.values import coerce, flag_name, shown
 
-# Past these a value is a slip, and arithmetic and the system's calls no longer take it.
+# A greater value is taken for a typing error; arithmetic and system calls would fail with it.
 _MAX_GB = 1e9
 _MAX_MS = 86_400_000.0
 _MAX_TOKENS = (1 << 31) - 1
-_MAX_PIN_SHARE = 0.5  # what is pinned is not there for what comes back
+_MAX_PIN_SHARE = 0.5  # other conversations keep at least the rest
 _MIN_HOST_BYTES = 64 << 10
 _MIN_SEGMENT_BYTES = 4096
 CODED_TIERS = ("host", "disk", "remote")
@@ -129,9 +129,10 @@ class HierKVConfig:
     )
     slo_ms: float = _knob(
         0.0,
-        "Time to the first token, in milliseconds, that fetches of coded pages from the remote "
-        "store aim at: the best quality that arrives in time, computed where that is in time. 0: "
-        "as soon as possible, at the level of --hier-kv-level.",
+        "Time to the first token, in milliseconds, that a request with coded pages in the remote "
+        "store should have. Its pages are fetched at the best quality that arrives by then, or "
+        "computed where that is done by then. 0: pages come as soon as possible, at the level of "
+        "--hier-kv-level.",
         metavar="MS",
     )
     host_coded_share: float = _knob(
@@ -160,11 +161,12 @@ class HierKVConfig:
     )
     write_policy: str = _knob(
         "auto",  # the store's DEFAULT_POLICY
-        "write_through writes every saved page to disk in the background; selective only pages "
-        "that were hit once; write_back pages that are about to leave DRAM, where they are worth "
-        "more than what they displace, and a page that comes back to DRAM gives its place on disk "
-        "up first, as long as few are written again for that; auto writes through until the disk "
-        "is full and back from then on, or only through where the disk is over 16 times DRAM.",
+        "Which saved pages are written to disk, in the background. write_through writes all of "
+        "them. selective writes those that were hit once. write_back writes a page that is about "
+        "to leave DRAM, if it is worth more than the pages that it displaces; a page that comes "
+        "back to DRAM is the first to give up its place on disk, while few pages have to be "
+        "written again for that. auto is write_through until the disk is full and write_back from "
+        "then on; where the disk is over 16 times DRAM, it stays write_through.",
         choices=("write_through", "selective", "write_back", "auto"),
     )
     prefetch_policy: str = _knob(
@@ -197,8 +199,8 @@ class HierKVConfig:
     )
     truncation_ratio: float = _knob(
         0.5,
-        "Share of the context, behind the head, that is dropped when a prompt is over it; more or "
-        "less where that ends at a message.",
+        "Share of the context behind the head that is dropped from a prompt over the context "
+        "length. The cut is made at the message boundary nearest to that.",
         metavar="SHARE",
     )
     truncation_head: int = _knob(
@@ -230,9 +232,9 @@ class HierKVConfig:
     )
     pin_share: float = _knob(
         0.05,
-        "Largest share of the pages that DRAM and disk have room for that clients may have pinned "
-        "(docs/hints.md), and of what lies in either that pins hold back until nothing else is "
-        "left to leave. 0: pins do nothing.",
+        "Clients may pin at most this share of the pages that DRAM and disk have room for together "
+        "(docs/hints.md). In each of the two, pinned pages leave after all others that nobody "
+        "waits for, while they are at most this share of the pages there. 0: pins do nothing.",
         metavar="SHARE",
     )
     quotas: str = _knob(
@@ -240,9 +242,9 @@ class HierKVConfig:
         "Shares of DRAM, disk and remote store that tenants have by right, such as "
         "cache_salt:acme=0.3,extra_key:web=0.2; all others have the rest together. A tenant may "
         "have more while there is room; where there is none, pages of those above their share "
-        "leave first (docs/quotas.md). @FILE: one tenant on each line of a file, as who knows a "
-        "salt is its tenant, and command lines are seen by ps and /server_info. Empty: all are "
-        "equal.",
+        "leave first (docs/quotas.md). @FILE reads one tenant from each line of a file: ps and "
+        "/server_info show command lines, and who knows a salt is served as its tenant. Empty: all "
+        "are equal.",
         metavar="TENANT=SHARE,...",
     )
     tree_core: str = _knob(
@@ -257,9 +259,9 @@ class HierKVConfig:
     )
     kv_events_disk: str = _knob(
         "disk",
-        "What KV events say of pages on disk: that they are there (the medium DISK), or host, that "
-        "they are in DRAM, for routers that send nobody to where pages are on disk alone, as "
-        "SGLang's gateway (docs/operations.md).",
+        "The medium that KV events name for pages on disk: disk names DISK; host names CPU_PINNED, "
+        "as for pages in DRAM. host is for routers, such as SGLang's gateway, that do not send "
+        "requests to a server for pages that it has on disk only (docs/operations.md).",
         choices=("disk", "host"),
     )
     event_log: str = _knob(
@@ -400,7 +402,8 @@ class HierKVConfig:
     def _validate_base_order(self) -> None:
         if self.base_order == "lru":
             return
-        # Not above: every process of SGLang imports this module, and numba takes long to import.
+        # Not imported above: this imports numba, which takes long, and all processes of SGLang
+        # import this module.
         from sglang_ext.tiers.policy import order_ids
 
         if self.base_order not in order_ids():
@@ -475,7 +478,7 @@ class HierKVConfig:
         text: str = getattr(self, name)
         default = {"codec": "none", "level": ""}[name]
         if "=" not in text:
-            # A codec alone means the disk, whose pages were the first to be coded.
+            # A codec alone is the disk's; a level alone is every tier's.
             return (text or default) if tier == "disk" or name != "codec" else default
         values: dict[str, str] = {}
         for part in text.split(","):
@@ -495,7 +498,7 @@ class HierKVConfig:
 
     @property
     def record_level(self) -> str:
-        """Its level, as given."""
+        """Level of `record_codec`, as the flag gives it."""
         return self.of_tier("level", "disk" if self.disk_dir else "host")
 
     @property
@@ -546,7 +549,7 @@ class HierKVConfig:
         try:
             values = json.loads(text)
         except (ValueError, RecursionError) as error:
-            # Not the text itself, which may hold what was meant for nobody's log.
+            # The message does not quote the text: it may hold secrets, and messages are logged.
             reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
             raise HierKVConfigError(f"{expected}, and cannot be read as one ({reason}).") from None
         if not isinstance(values, dict):

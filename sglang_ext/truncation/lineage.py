@@ -1,9 +1,10 @@
 """What a truncated request remembers of the prompt it was cut from, and whose KV it may share.
 
-KV of a kept token had attended to the tokens that were dropped since. So the requests that may
-share it are those whose whole prompt began with the same tokens, up to where the tail begins, and
-was cut at the same places: a lineage. Its name is a keyed digest of all that; it goes in front of
-the request's `extra_key`, and the key is a secret of the server, so that no client can name one.
+When the KV of a kept token was computed, the token attended to tokens that are dropped now. So two
+requests may share such KV only if their whole prompts are equal up to where the tail begins, and
+were cut at the same places. Such requests are a lineage. The name of a lineage is an HMAC, under a
+secret of the server, of these tokens, of the places, and of what keeps tenants apart. So no client
+can make a name. The name is put in front of the request's `extra_key`.
 
 Pure: stdlib and numpy only.
 """
@@ -28,7 +29,7 @@ from sglang_ext.truncation.keyed_names import encode_parts
 from sglang_ext.truncation.quotes import StoredRun
 
 _ATTRIBUTE = "_hier_kv_lineage"
-# Lineages before the last one that are searched, newest first, beside the whole prompt.
+# So many earlier cuts of a prompt are searched for stored pages, the newest first.
 MAX_ANCESTORS = 8
 
 UsableOf = Callable[[Hashes], Bools]
@@ -62,7 +63,7 @@ def names_of(
         digest.update(view[done * tokens.itemsize : start * tokens.itemsize])
         done = start
         named = digest.copy()
-        # Read backwards these give the number of places, the places, and the tokens hashed before.
+        # The number is last, so that these bytes divide into tokens and places in one way only.
         named.update(np.array([*cut.starts[:number], number], "<i8").tobytes())
         names[start] = OF_LINEAGE + named.hexdigest() + ":"
     return names
@@ -76,7 +77,7 @@ class Lineage(ABC):
         tokens: the whole prompt, as the client sent it.
         composition: what the last match found to load, if anything.
         loaded: what was loaded for it since it was admitted.
-        num_moved: tokens of that which stand elsewhere than where they were computed.
+        num_moved: tokens of `loaded` whose position is not the one they were computed at.
     """
 
     tokens: array[int]
@@ -104,7 +105,7 @@ class Lineage(ABC):
         """
 
     def begin_admission(self) -> None:
-        """It holds no KV."""
+        """A request that holds no KV is matched: forgets what was loaded for it before."""
         self.loaded, self.num_moved = None, 0
 
     def note_loaded(self, composition: Composition) -> None:
@@ -152,7 +153,10 @@ class CutLineage(Lineage):
         return self.extra_key if name is None else name + (self.extra_key or "")
 
     def sources(self, end: int, usable_of: UsableOf) -> list[Source]:
-        """The chains of earlier cuts, the newest first, the whole prompt's, and its head."""
+        """The prompt's pages as its earlier cuts had them, the newest first, then as uncut.
+
+        Last comes the head of the uncut prompt, whose pages stand where they were.
+        """
         head, before = self.cut.head, self.cut.ancestors()
         whole = before.pop()
         found = []
@@ -163,10 +167,10 @@ class CutLineage(Lineage):
         return found
 
     def chain_of(self, start: int) -> Hashes:
-        """Page hashes of the prompt as an ancestor had it, u8 `[N, 32]`.
+        """Page hashes of this prompt, cut as an earlier turn cut it, u8 `[N, 32]`.
 
         Args:
-            start: where the ancestor's tail begins: one of `Cut.ancestors()`.
+            start: where the tail of that cut begins: one of `Cut.ancestors()`.
         """
         if start not in self._chains:
             head = self.cut.head
@@ -179,13 +183,15 @@ class CutLineage(Lineage):
 
 @dataclass
 class QuoteLineage(Lineage):
-    """Of a prompt that the client cut: its head and its tail are a stored conversation's.
+    """Of a prompt that fits and whose head and tail both stand in one stored conversation.
+
+    The client left out what is between the two.
 
     Attributes:
-        run: what of the prompt is stored, and where.
-        head: tokens before it.
+        run: the tail, and where it stands in the stored conversation.
+        head: tokens of the prompt's head.
         page_size: P.
-        name: in front of `extra_key`; of the conversation up to where the run begins.
+        name: see `quote_name`; it is put in front of `extra_key`.
         extra_key: of the client and the adapter (`tenancy.tree_key`).
     """
 
@@ -213,11 +219,12 @@ class QuoteLineage(Lineage):
 
 
 def quote_name(secret: bytes, whose: int, run: StoredRun) -> str:
-    """Name of the lineage of prompts that quote a conversation from some place on.
+    """Name of the lineage of all prompts that quote one stored conversation from one place on.
 
-    A page's hash covers everything up to its end, what the client left out included, and the
-    adapter. All ranks give it the same name: it says nothing of the namespace, which each page is
-    stored under.
+    The name is made of `whose`, the place and the hash of the run's first page. That hash covers
+    the conversation up to the page's end, with the tokens that the client left out, and the
+    adapter. The model's namespace may differ from rank to rank and is no part of the name, so all
+    ranks make the same one.
 
     Args:
         secret: of the server.
@@ -234,7 +241,7 @@ def lineage_of(req: Any) -> Lineage | None:
 
 
 def attach_lineage(req: Any, lineage: Lineage) -> None:
-    """Puts a request into its lineage's namespace; of a prompt that is cut, only the rest stays."""
+    """Gives a request the key of its lineage; a prompt that is cut keeps only its kept tokens."""
     setattr(req, _ATTRIBUTE, lineage)
     req.extra_key = lineage.key
     if isinstance(lineage, CutLineage):

@@ -1,7 +1,8 @@
-"""Which requests may be truncated, and how: the server's setting and the request's own wish.
+"""Which requests may be truncated, and in which mode (off, overflow, match, all).
 
-Pure. Runs in SGLang's front process, which lets prompts through that it would refuse, and again in
-the scheduler, which cuts them.
+The mode is the server's setting, or less where a request wishes so; `cut.py` decides where a prompt
+is cut. Pure. Runs in SGLang's front process, which lets long prompts through that it would refuse,
+and again in the scheduler, which cuts them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Base orders: which of the pages that nobody waits for leaves first. By id, one file each.
 
-A new one is a subclass of `BaseOrder` and its line here, or the entry point of another package
-(`sglang_ext/registry.py`).
+A base order is two booleans. A new one is a subclass of `BaseOrder` that sets them, and its line
+here, or the entry point of another package (`sglang_ext/registry.py`). An order that two booleans
+cannot express needs changes in `tier_lists.py` and `tier_kernels.py`, which keep the lists.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ order_ids = _ORDERS.ids
 class BaseOrder:
     """An order of leaving that follows from when pages were used.
 
-    Each tier keeps its pages in lists: a page is appended at its first use or at every use, and
-    evicted from the old or the young end. So a decision costs the same whatever is stored, and an
-    order is no more than these two answers.
+    Each tier keeps its pages in lists (`tier_kernels.py`). The two attributes say when a page is
+    put at the young end of its list, and from which end pages are evicted. So a decision costs the
+    same whatever is stored.
 
     Attributes:
         restamps_on_use: a use moves the page to the young end; otherwise it stays where its first

@@ -1,7 +1,8 @@
 """The placement policy: what is known of pages and of the queue, and what to fetch ahead.
 
-What leaves a tier is decided by this knowledge in `tier_lists.py`. Which of the pages that nobody
-waits for is a base order: `order.py` has them, and takes new ones.
+`tier_lists.py` uses this knowledge to decide which pages leave a tier. Between pages that nobody
+waits for and of which it says the same, a base order decides (`order.py`). A base order is two
+booleans; all other rules are code of `tier_lists.py` and `tier_kernels.py`.
 
 Source: AttentionStore, section 3.3. Pure: clock, queue and pages are arguments. The same code
 decides in the server, where a row is a row of the page index, and in `python -m bench policies`,
@@ -34,15 +35,15 @@ _DEFAULT = PolicyConfig()
 class PlacementPolicy:
     """What is known of pages and of the queue; decides which pages to fetch ahead.
 
-    `add_tier` makes the lists (`TierLists`) that decide by it which pages leave that tier.
+    `add_tier` makes the lists of one tier (`TierLists`), which decide what leaves that tier.
 
     A path is the rows of a prefix, root first. A request is any hashable id. Rows that do not exist
     are passed over. Not locked: the owner's lock is held around every call. Each call costs time in
     proportion to its own arguments; nothing grows with what is stored. It has many methods because
     it is all that owners know of the policy; each hands on to the part that does the work.
 
-    Memory: some 69 bytes a row, committed as rows come into use, 19 more where somebody said how
-    long a page may live, or for how long it is to stay, and what waits.
+    Memory: some 69 bytes a row, committed as rows come into use; 19 more for a row whose page has a
+    limited life or a pin; and the paths of the requests that wait.
 
     Args:
         num_rows: rows are 0 to `num_rows` - 1.
@@ -55,8 +56,8 @@ class PlacementPolicy:
         order: the base order.
         queue: what waits.
         pages: what is known of pages.
-        hints: what was said of them, and what that proved to be worth.
-        pins: pages that are to stay.
+        hints: the hints that were given of pages, and how often those of each owner came true.
+        pins: the pins of pages.
         tiers: what `add_tier` made.
     """
 
@@ -107,7 +108,7 @@ class PlacementPolicy:
 
         Again with another path: replaces it, and the request keeps its place.
         """
-        del now_s  # return times are measured when the pages are used
+        del now_s  # not needed: waiting is no use of a page, and only uses have times
         path = _as_rows(path)
         old_parents = np.empty(len(path), np.int32)
         if page_kernels.adopt(self.pages, path, old_parents):
@@ -126,9 +127,10 @@ class PlacementPolicy:
     # ---- what happened ----
 
     def link(self, path: Rows, now_s: float) -> None:
-        """Pages are stored, or were found, one behind the other; that is no use of them.
+        """Notes that pages which are stored, or were found, follow one another on a path.
 
-        Until they are used this is what says which of them lead to which.
+        That is no use of them. `used` notes the same; before it, only this says which page leads to
+        which.
 
         Args:
             path: root first, or from any page on; unknown rows are passed over.
@@ -145,8 +147,8 @@ class PlacementPolicy:
     def touched(self, rows: Rows, now_s: float) -> None:
         """Somebody is about to use these pages: they leave as late as if they were used now.
 
-        With return times they leave as late as the best class of their age, until `used` says
-        which class they are of.
+        With return times the pages are of the class of pages in use, which leave as late as any
+        class at their age. `used` and `rested` give them the class that their uses make.
         """
         rows = _as_rows(rows)
         page_kernels.touch(self.pages, rows, self.order.restamps_on_use, now_s)
@@ -154,9 +156,9 @@ class PlacementPolicy:
             tier.touched(rows)
 
     def rested(self, rows: Rows) -> None:
-        """Nobody is about to use these pages after all: they are of the classes of their last use.
+        """Nobody is about to use these pages after all: gives them the classes of their last use.
 
-        They keep their age since `touched`. What was said of them before is over.
+        Their age counts from `touched` on. Hints that were given of them before do not hold again.
         """
         self._reclassified(page_kernels.rest(self.pages, _as_rows(rows)))
 
@@ -170,7 +172,8 @@ class PlacementPolicy:
     ) -> None:
         """A request computed or reused these pages: the whole path, root first.
 
-        Call it once a request, when its pages are complete: a second call counts as a return.
+        Call it once for a request, when its pages are complete: a second call would count as
+        another request that came back for them.
 
         Args:
             path: rows, no row twice.
@@ -214,7 +217,8 @@ class PlacementPolicy:
             now_s: time.
 
         Returns:
-            Those of which that is news and that nobody else used, deepest first.
+            The pages of `rows` that are marked by this call, deepest first: not those that others
+            share, nor those that were marked before.
         """
         if not self.config.lookahead or not self.config.return_times:
             return np.zeros(0, np.int64)
@@ -227,7 +231,7 @@ class PlacementPolicy:
         return left
 
     def are_shared(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which pages paths parted behind; of rows that are no page's (-1) none."""
+        """Which pages have paths of different requests behind them; False for rows of -1."""
         shared: npt.NDArray[np.bool_] = (
             (rows >= 0) & (self.pages.shared[rows] != 0) & (self.pages.known[rows] != 0)
         )
@@ -238,9 +242,9 @@ class PlacementPolicy:
     ) -> Rows:
         """Somebody says when a conversation comes back, or that it does not.
 
-        That is evidence: it decides which of the pages without a waiting request leave first as
-        long as what the same owner said before has come true often enough. Pages that other paths
-        share stay as they are, and so does a page that is used again, until the next hint.
+        A hint changes the order in which pages leave that nobody waits for, while enough of the
+        owner's earlier hints have come true. Pages that other paths share keep their place. A page
+        that is used again loses its hint.
 
         Args:
             path: the conversation's pages, root first, behind `used`.
@@ -294,16 +298,17 @@ class PlacementPolicy:
     ) -> tuple[int, int]:
         """Somebody wants a conversation to stay for a time.
 
-        Its pages leave behind all others that nobody waits for, while no more than
-        `PolicyConfig.pin_share` of a tier are pinned. Of the sizes of all tiers together no more
-        than that share is pinned at all. For uses and hints they are what they are.
+        Pinned pages leave after all others that nobody waits for. That holds in a tier while no
+        more than `PolicyConfig.pin_share` of it is pinned; and no more than that share of all tiers
+        together is pinned at all. Uses and hints of pinned pages are noted as of others.
 
         Args:
             path: the conversation's pages, root first.
             now_s: time.
             owner: below `NUM_OWNERS`, who has them pinned.
             seconds: from now, above 0, at most `timers.MAX_S`.
-            gives_way: a request says so; see `Pins.pin`.
+            gives_way: whether, of the owner's pins with this flag, those that end later take the
+                room of those that end sooner; see `Pins.pin`.
 
         Returns:
             Pages that are pinned since this call, and pages for which there was no room.
@@ -329,10 +334,10 @@ class PlacementPolicy:
         return self._lives.has_due(now_s) or self.pins.has_due(now_s)
 
     def expire(self, now_s: float) -> Rows:
-        """Ends pins and says the end of conversations whose time is over, a bounded number.
+        """Takes away pins and hints the end of conversations whose time is over, a bounded number.
 
         Returns:
-            The pages of such conversations whose place changed.
+            The pages of these conversations whose place in the order of leaving changed.
         """
         self._reclassified(self.pins.take_due(self.pages, now_s))
         moved = [self.hint(rows, now_s, owner=owner) for owner, rows in self._lives.take_due(now_s)]

@@ -22,7 +22,8 @@ from numba.extending import intrinsic
 from sglang_ext.tiers.compiled import compiled_for
 from sglang_ext.tiers.records.record import ByteArray
 
-# The first is the one for the best instructions that the machine has; not on every platform.
+# Names of the C function. The first, which picks the fastest instructions of the machine, is not
+# in the package's builds for all platforms.
 _SYMBOLS = ("XXH3_64bits_dispatch", "XXH3_64bits")
 _I64 = ir.IntType(64)
 
@@ -46,7 +47,7 @@ def digests(arrays: Sequence[ByteArray]) -> list[int]:
 
 
 def is_plain(array: object) -> TypeGuard[ByteArray]:
-    """Whether `digests` takes it."""
+    """Whether `digests` takes an array: contiguous, u8, one axis."""
     return (
         isinstance(array, np.ndarray)
         and array.dtype == np.uint8
@@ -62,7 +63,7 @@ def _checked(array: ByteArray) -> ByteArray:
 
 
 def _find_function() -> int:
-    """The address of the C function; 0 where the package does not show it."""
+    """The address of the C function; 0 where the package's library does not export it."""
     try:
         library = ctypes.CDLL(str(importlib.import_module("xxhash._xxhash").__file__))
     except (AttributeError, ImportError, OSError):
@@ -75,7 +76,11 @@ def _find_function() -> int:
 
 
 def _call(typingctx: Any, function: Any, data: Any, size: Any) -> Any:
-    """`function(data, size)`, of addresses; the address is no constant, so the code is cached."""
+    """Compiles the call `function(data, size)`; `function` and `data` are addresses.
+
+    The function's address is an argument, not a constant of the compiled code: it differs from
+    process to process, and the code is kept on disk.
+    """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = ir.IntType(8).as_pointer()
@@ -104,7 +109,7 @@ def _digest_all(
 
 
 def _proven(function: int) -> int:
-    """The address, if it is that of the right function."""
+    """The address, if what it points to gives a sample's xxh3_64; else 0."""
     sample = np.arange(1021, dtype=np.uint32).view(np.uint8)
     found = np.zeros(1, np.uint64)
     sizes = np.array([sample.size], np.uint64)

@@ -222,22 +222,22 @@ class RemoteEngine(abc.ABC):
     tells_size: bool = True
 
     def divide(self, division: Division) -> bool:
-        """Has the store keep shares of tenants from now on; called before `begin`.
+        """Asks the engine to keep each tenant's share from now on; called before `begin`.
 
         Returns:
-            Whether it does: with a store that decides itself what leaves it cannot.
+            Whether the engine does so. It cannot where the store itself decides which values leave.
         """
         return False
 
     def used_by_tenant(self) -> list[int]:
-        """Bytes of each number of the division, as far as known; empty where it is not kept."""
+        """Bytes of each tenant by its number in the division; empty where no shares are kept."""
         return []
 
     def begin(self) -> None:  # noqa: B027 - most stores tend themselves
         """Starts what tends the store in the background; called once, by who serves from it.
 
-        Until then nothing in the store is changed that no call asks for, so that one may look at
-        it and lends it nothing: an engine whose store does all that by itself has nothing to do
+        Before it the engine changes nothing in the store but what its calls ask for, so that tools
+        can look at a store and leave it as it is. An engine whose store tends itself does nothing
         here.
         """
 

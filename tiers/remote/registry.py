@@ -1,7 +1,9 @@
 """Engines by URL scheme. An engine's module is imported only when its scheme is asked for.
 
 A new store is a module in `engines/` as `EngineModule` says, with a `RemoteEngine` (`base.py`), and
-its line here, or the entry point of another package (`sglang_ext/registry.py`).
+its line here, or the entry point of another package (`sglang_ext/registry.py`). One that comes with
+the plugin is named in the help of `--hier-kv-remote-url`, too (`settings/config.py`), and its
+server is in `SERVERS` of `tests/tiers/remote/test_store_conformance.py`.
 """
 
 from __future__ import annotations

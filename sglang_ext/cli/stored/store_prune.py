@@ -1,4 +1,7 @@
-"""`hier-kv prune` of a store that servers share: for them a removed record is a miss."""
+"""`hier-kv prune URL`: removes records from a store that servers share.
+
+Servers may use the store meanwhile: a record that was removed is a miss for them.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,9 @@ def prune_store(text: str, choice: Choice, seals: RecordSeals, *, is_dry: bool) 
     with opened_store(text) as (url, listing, records):
         if choice.before_s and any(record.age_s is None for record in records):
             raise TierConfigError(
-                f"--older-than needs to know when values were used, and {url.shown} does not say"
-                " (an LFU policy counts how often); choose otherwise"
+                f"--older-than needs the time when each value was used last, and {url.shown} does"
+                " not say it (Redis with an LFU policy counts uses instead); give --namespace,"
+                " --damaged or --all"
             )
         removed = Removed(url.shown, is_dry)
         now_s = time.time()

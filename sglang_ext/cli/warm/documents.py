@@ -1,4 +1,4 @@
-"""What is to be warmed: lines of JSON, or plain texts, and the request that each is sent as."""
+"""Reads the documents that `hier-kv warm` is given, and makes a request to SGLang of each."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 
 TENANT = ("cache_salt", "extra_key")
 _PROMPTS = ("text", "input_ids", "messages")
-# What else of a chat's request SGLang's template may see. The model is not among them, as it may
-# name an adapter, whose pages the steering endpoint does not find.
+# Other fields that a line with `messages` may have: SGLang's chat template reads them. `model` is
+# not among them: it may name an adapter, and the steering endpoint does not find adapters' pages.
 _OF_CHATS = (
     "tools", "tool_choice", "chat_template_kwargs", "reasoning_effort", "continue_final_message",
 )  # fmt: skip
@@ -23,10 +23,10 @@ class Document:
     """One prompt.
 
     Attributes:
-        where: file, and line of one with many.
-        num_bytes: it takes there.
-        path: of the server's endpoint.
-        body: of the request.
+        where: the file, and the line in a `.jsonl`; for messages.
+        num_bytes: length of the document in its file.
+        path: of the endpoint that it is sent to.
+        body: of the request to that endpoint.
     """
 
     where: str
@@ -36,7 +36,7 @@ class Document:
 
     @property
     def tenant(self) -> dict[str, str]:
-        """Whose it is, as the steering endpoint wants it."""
+        """The fields `TENANT` of the request, which the steering endpoint is given, too."""
         return {name: self.body[name] for name in TENANT if name in self.body}
 
 
@@ -45,7 +45,7 @@ def read_documents(files: Sequence[str], common: Mapping[str, str]) -> Iterator[
 
     Args:
         files: `.jsonl` for a document a line, anything else is one text.
-        common: fields of those that do not have them: `TENANT`.
+        common: values of `TENANT` for documents that do not give their own.
 
     Raises:
         ValueError: a line or a file is no document; it says which.
@@ -102,7 +102,7 @@ def _of_object(found: dict[str, Any], where: str) -> Document:
     return Document(where, 0, _GENERATE, {**found, **_OF_REQUESTS})
 
 
-# SGLang takes 0 for no answer at all.
+# With 0 new tokens SGLang computes the prompt's KV and generates nothing.
 _OF_REQUESTS: dict[str, Any] = {
     "sampling_params": {"max_new_tokens": 0},
     "return_prompt_token_ids": True,
@@ -130,7 +130,11 @@ def _is_prompt(name: str, value: Any) -> bool:
 
 
 def _is_text(content: Any) -> bool:
-    """Whether it has no images: by its token ids nobody finds the pages of a prompt with some."""
+    """Whether a message's content has no images.
+
+    The names of pages with images depend on the images' digests, so the steering endpoint, which is
+    given token ids, would not find them.
+    """
     if isinstance(content, list):
         return all(isinstance(part, dict) and part.get("type") == "text" for part in content)
     return content is None or isinstance(content, str)

@@ -11,12 +11,18 @@ from typing import NamedTuple
 
 
 class Use(Enum):
-    """What is done with a name, and so what of it must be as it was tested."""
+    """What is done with a name, and so what of it must be as it was tested.
 
-    NAMED = "exists"
-    CALLED = "signature; its body, too, is told of when it differs"
-    HOOKED = "signature; its body is told of when it differs"
-    FOLLOWED = "signature and body: ours takes its place, or rests on what it does"
+    The start is refused where a name is missing, or, but for NAMED, has another signature. Another
+    body refuses the start for FOLLOWED, unless the operator allows untested releases. CALLED and
+    HOOKED are treated alike: a warning names them, and `hier-kv doctor` and
+    `testkit/contract_matrix.py` say which of the two they are.
+    """
+
+    NAMED = "imported or read: it exists"
+    CALLED = "called as it is: its signature"
+    HOOKED = "the plugin's code runs around it: its signature"
+    FOLLOWED = "the plugin's code replaces it, or relies on what its body does: both"
 
 
 class Symbol(NamedTuple):

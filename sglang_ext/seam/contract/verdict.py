@@ -43,10 +43,9 @@ class ContractReport:
         version: of the release.
         reference: the tested release that it was compared with.
         broken: names that are missing or take other parameters: nothing can run.
-        unproven: what the plugin takes the place of, or rests on, is written differently: it may
-            mean something else now.
-        changed: what the plugin only goes around is written differently.
-        called: what the plugin only calls is written differently.
+        unproven: names of `Use.FOLLOWED` whose body differs: it may mean something else now.
+        changed: names of `Use.HOOKED` whose body differs.
+        called: names of `Use.CALLED` whose body differs.
     """
 
     version: str

@@ -1,4 +1,4 @@
-"""Hooks in a scheduler process: the cache backend, the gates, the report and the state dump."""
+"""Hooks in a scheduler process: the cache backend, the gates, the report, and `/server_info`."""
 
 from __future__ import annotations
 

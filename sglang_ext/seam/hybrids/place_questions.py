@@ -1,8 +1,11 @@
 """Asks a remote store where the prompts of waiting requests of a hybrid model can be resumed.
 
-See `WindowQuestion` and `StateQuestion`. With one rank, what is found becomes what the waiting
-request could reuse; of several ranks each asks, and they agree on what to do with it
+A place is a page of the prompt behind which the model can go on: the full layers' pages up to it
+are stored, and so are the window pages or the state that go with it. The questions are
+`WindowQuestion` and `StateQuestion`. With one rank, the answer replaces the waiting request's
+`ReusablePrefix`. Of several ranks each asks, and they agree on one place
 (`ranks/resume_promises.py`).
+
 Scheduler's thread only; never blocks.
 """
 
@@ -25,7 +28,7 @@ Enter = Callable[[Hashable, ReusablePrefix, Any], Any]
 Find = Callable[[Hashable], WaitingRequest | None]
 """What the waiting room knows of a request."""
 
-# So often a request asks again for less, where what there was to be could not be fetched.
+# So often a request asks again, for an earlier place, where pages of a place could not be fetched.
 _MOST_AGAIN = 8
 
 
@@ -36,11 +39,12 @@ class _Asked:
     Attributes:
         prefix: what it could reuse of what is here.
         key: SGLang's, of its pages.
-        last: u8 `[0 or 1, 32]`, a prompt's last page, which is computed and then replaced.
+        last: u8 `[0 or 1, 32]`, the page behind the furthest place: the request computes it, and
+            the stored page is then put in place of the computed one.
         least: see `PlaceQuestions.begin`.
-        question: about the pages behind its device prefix.
-        first: the first of its questions; how long it waits counts from then on.
-        num_again: how many others there were.
+        question: the question that is open, or was answered last.
+        first: the first question of the request; how long it waits counts from its start.
+        num_again: questions of the request after the first one.
     """
 
     prefix: ReusablePrefix
@@ -101,8 +105,8 @@ class PlaceQuestions:
             prefix: what it could reuse of what is here.
             key: SGLang's, of its pages.
             tail: u8 `[N, 32]`, the pages behind its device prefix.
-            limit: pages from the root on that can be there at most; see `Resumption.wish`.
-            least: pages of these that it can reuse without the remote store.
+            limit: most pages from the root on that may be reused; see `Resumption.wish`.
+            least: pages of `tail` that the request can reuse without the remote store.
         """
         self.drop(handle)
         limit = max(0, limit - prefix.num_on_device)
@@ -114,7 +118,7 @@ class PlaceQuestions:
     def ask(
         self, space: KeySpace, tail: Hashes, last: Hashes, least: int, max_quality: int
     ) -> PlaceQuestion | None:
-        """Asks for one of several ranks, which follows the question itself; None: it does not.
+        """Asks for one of several ranks, which then calls the question's `step` itself.
 
         Args:
             space: where the pages belong.
@@ -122,6 +126,9 @@ class PlaceQuestions:
             last: u8 `[0 or 1, 32]`, a prompt's last page, behind them.
             least: see `begin`.
             max_quality: the worst that may be loaded.
+
+        Returns:
+            The question; None where nothing is asked.
         """
         if not self._longest_s:
             return None
@@ -131,7 +138,7 @@ class PlaceQuestions:
     def _question(
         self, space: KeySpace, tail: Hashes, last: Hashes, least: int, max_quality: int
     ) -> PlaceQuestion:
-        """Asks the store; see `begin`, and `last` is keys of what is of use with all of `tail`."""
+        """Asks the store; `last` are keys that are of use only with all of `tail`; see `begin`."""
         return self._kind(
             self._parts, self._store, space, tail, last, least, max_quality, self._longest_s,
             self._clock,
@@ -143,7 +150,8 @@ class PlaceQuestions:
     def may_admit(self, handle: Hashable) -> bool:
         """False while a request should wait for the answer.
 
-        Where the store did not give what it had said it has, it is asked for less.
+        Where a page could not be fetched that the store had said it has, the store is asked for an
+        earlier place.
         """
         asked = self._open.get(handle)
         if asked is None:
@@ -160,7 +168,7 @@ class PlaceQuestions:
         return True
 
     def _asks_again(self, handle: Hashable) -> bool:
-        """Asks for a place before one of which something could not be fetched; usually O(1)."""
+        """Asks for an earlier place if pages of the last one could not be fetched; mostly O(1)."""
         asked, waiting = self._fetched.get(handle), self._find(handle)
         if asked is None or waiting is None or waiting.remote is not Remote.FAILED:
             return False
@@ -171,7 +179,7 @@ class PlaceQuestions:
             return False
         wanted = np.concatenate([tail[:end], asked.question.resume_keys])
         if (self._store.page_states(asked.prefix.space, wanted)[0] != 0).all():
-            return False  # it lacks no more than the prompt's last page, or others brought it
+            return False  # all of the place is here: only `last` is missing, or others fetched it
         again = replace(asked, last=asked.last[:0], num_again=asked.num_again + 1)
         if asked.first.is_late or asked.num_again == _MOST_AGAIN or not self._begin(again, end - 1):
             self._go_by_what_is_here(handle, again)
@@ -181,7 +189,7 @@ class PlaceQuestions:
         return True
 
     def _begin(self, again: _Asked, most: int) -> bool:
-        """Asks for a place up to `most`; False where there is nothing to ask for."""
+        """Asks for a place in the first `most` pages of the tail; False where nothing is asked."""
         prefix, tail = again.prefix, again.question.tail[:most]
         again.question = self._question(
             prefix.space, tail, again.last, again.least, prefix.max_quality
@@ -189,10 +197,10 @@ class PlaceQuestions:
         return again.question.is_open
 
     def _go_by_what_is_here(self, handle: Hashable, asked: _Asked) -> None:
-        """Nothing more is asked for, and a place that was could not be had.
+        """Ends asking for a request that entered anew for a place which could not be fetched.
 
-        What waits is entered for that one, so what DRAM and the disk have of a nearer one would not
-        be brought.
+        Its prefix is still that place's. It enters once more with the prefix that it had at first,
+        so that the nearer place that DRAM and the disk have is loaded.
         """
         if asked.num_again and asked.least:
             self._enter_anew(handle, asked.prefix, asked.key)
@@ -210,7 +218,7 @@ class PlaceQuestions:
             self.drop(handle)
 
     def step(self) -> None:
-        """Once a scheduler step: takes answers, and asks on."""
+        """Once a scheduler step: takes answers, and asks the next part of each question."""
         for handle, asked in list(self._open.items()):
             if asked.question.step():
                 self.drop(handle)
@@ -220,7 +228,7 @@ class PlaceQuestions:
                     self._go_by_what_is_here(handle, asked)
 
     def _enter_with(self, handle: Hashable, asked: _Asked, end: int) -> None:
-        """A request can reuse what is there up to `end`, wherever that is."""
+        """Enters a request anew with the place at `end`, wherever its pages are stored."""
         prefix, question = asked.prefix, asked.question
         above = prefix.hashes[: prefix.num_on_device]
         wanted = [above, question.tail[:end], question.resume_keys]
@@ -236,4 +244,4 @@ class PlaceQuestions:
         self._enter(handle, prefix, key)
         waiting = self._find(handle)
         if before is not None and waiting is not None:
-            waiting.is_held_as(before)  # it is the same request, no later one
+            waiting.is_held_as(before)  # it keeps the time since which it was held

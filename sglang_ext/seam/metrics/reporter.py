@@ -1,5 +1,6 @@
-"""Prometheus metrics and the state dump: what the tiers hold, move, reject and drop.
+"""Prometheus metrics and `/server_info`'s values: what the tiers hold, move, reject and drop.
 
+`MetricsReporter.state` is a rank's part of `/server_info`; `seam/hooks/scheduler.py` puts it there.
 `names.py` says under which metric a value goes; docs/operations.md explains each. Published
 once a second from the scheduler's thread.
 """

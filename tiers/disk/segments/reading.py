@@ -52,8 +52,9 @@ def read_records(
 def _num_blocks(segment: Segment | None, request: ReadRequest) -> int:
     """Returns how many blocks to read; 0 where no record may lie or `out` cannot take it.
 
-    In a segment of slots a record may lie in every slot that was handed out; where records are
-    packed, in any block in front of the last record's end: what is no record fails its checks.
+    A segment is divided into slots of one size, or has packed records one behind the other. In the
+    first, a record begins at the first block of a slot; in the second, at any block before the end
+    of the last record. Where no record begins, the bytes that are read fail their checks.
     """
     if segment is None or not usable_slot(request.out, segment.slot_bytes, writable=True):
         return 0

@@ -31,10 +31,13 @@ logger = logging.getLogger(__name__)
 
 
 class CodedUploads:
-    """Codes pages and stores them. One thread.
+    """Codes pages and puts them into the remote store. One thread.
 
-    A page is stored raw where coding it is not possible (the codec does not know the model yet), or
-    not right: its values have been through a codec before, and this one is lossy.
+    A page is put raw where
+
+    - the codec is lossy, and the page's values have been through a codec before;
+    - the codec does not know the model yet;
+    - coding the page fails, or does not make it smaller.
     """
 
     def __init__(
@@ -55,7 +58,7 @@ class CodedUploads:
         self._has_warned = False
 
     def upload(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, list[Outcome]]:
-        """Stores those of the pages that are in DRAM, unless the store has them as good already.
+        """Puts those of the pages that are in DRAM, but those that the store has coded as well.
 
         Returns:
             u8 `[n, 32]`, the pages that were in DRAM, and one outcome each.
@@ -72,7 +75,7 @@ class CodedUploads:
             for at, outcome in zip(raw, self._put(space, [pages[at] for at in raw]), strict=True):
                 outcomes[at] = outcome
         finally:
-            self._loads.release(slots)  # what is coded was copied
+            self._loads.release(slots)  # raw pages were put; coded records are copies
         records = {at: record for at, record in coded.items() if record is not None}
         sent = self._put(space, list(records.values())) if self._has_profiles(records) else None
         for number, at in enumerate(records):
@@ -80,7 +83,13 @@ class CodedUploads:
         return hashes, outcomes
 
     def _stored(self, space: KeySpace, metas: Sequence[RecordMeta]) -> list[Outcome]:
-        """KEPT for pages that the store has as good already, else the look-up's outcome."""
+        """Looks each page up under the name that its coded record would have.
+
+        Returns:
+            KEPT for a page that need not be put: it may be coded, and the store has a record of it
+            that is no worse than a new one would be. Else the outcome of the look-up, which
+            `upload` replaces by that of the put.
+        """
         level = level_name(self._codec.codec_id, self._codec.level)
         found = self._remote.head(
             [RemoteKey(space.digest, meta.page_hash, space.lora, level) for meta in metas]
@@ -98,7 +107,7 @@ class CodedUploads:
         return self._codec.quality == Quality.EXACT or self._decoded.may_lose(meta)
 
     def _encode(self, slot: ByteArray, meta: RecordMeta) -> ByteArray | None:
-        """The staged record of a page; None when it is to be stored raw."""
+        """The staged record of a page; None when the page is to be put raw."""
         if not self._may_code(meta):
             self._table.counters.add("remote_kept_raw_pages")
             return None
