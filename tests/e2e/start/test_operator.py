@@ -135,9 +135,9 @@ def test_stats_and_top_say_what_the_server_counts(
 
 
 def test_stats_of_no_server_is_one_sentence(capsys: pytest.CaptureFixture[str]) -> None:
-    for url, expected in (
-        (f"http://127.0.0.1:{free_port()}", "gives no state of an SGLang server"),
-        ("here", "a URL such as http://127.0.0.1:30000 is expected, got 'here'"),
+    for url, status, expected in (
+        (f"http://127.0.0.1:{free_port()}", 1, "gives no state of an SGLang server"),
+        ("here", 2, "a URL such as http://127.0.0.1:30000 is expected, got 'here'"),
     ):
-        assert main(["stats", url]) == 1
+        assert main(["stats", url]) == status
         assert expected in capsys.readouterr().err

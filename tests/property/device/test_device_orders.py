@@ -40,7 +40,7 @@ def test_a_save_without_device_memory_is_a_miss(monkeypatch: pytest.MonkeyPatch)
         raise torch.OutOfMemoryError("none")
 
     world = DeviceWorld(3)
-    monkeypatch.setattr(SavePath, "_parts", save)
+    monkeypatch.setattr(SavePath, "_batches", save)
     try:
         save_one(world)
         world.settle()  # all slots are free again

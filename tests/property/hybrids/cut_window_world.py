@@ -161,6 +161,8 @@ class CutWindowWorld(WindowWorld):
         # What rows of exact prompts say that may be quoted: whose, which head, which token.
         self.known: dict[int, set[tuple[Tenant, tuple[int, ...], int]]] = {}
         self.talks: list[tuple[list[int], str | None]] = []
+        # Positions, and what rows there say that were computed behind a quote, by lineage.
+        self.computed: dict[str, set[tuple[int, int]]] = {}
         # What pages say when all is computed, by namespace and key.
         self.own_pages: dict[tuple[bytes, bytes], list[int]] = {}
         self.num_cut = self.num_exact_cut = self.num_quoting = 0
@@ -174,7 +176,7 @@ class CutWindowWorld(WindowWorld):
     def talk(self) -> tuple[list[int], str | None]:
         """The next prompt: a conversation goes on, forks, or quotes another."""
         rng, talks = self.rng, self.talks
-        kind = rng.choices(("new", "on", "fork", "quote", "twin"), (1, 14, 3, 4, 2))[0]
+        kind = rng.choices(("new", "on", "fork", "quote", "twin"), (1, 14, 3, 8, 2))[0]
         if not talks or kind == "new":
             tokens, key = self.tokens() + self.tokens(), rng.choice((None, "a", "a"))
         else:
@@ -263,6 +265,9 @@ class CutWindowWorld(WindowWorld):
         if start:
             before = self.said(rows[start - 1 : start], self.first_buffer)[0]
         prints = prints_behind(before, req.tokens[start:end])
+        if isinstance(lineage_of(req), QuoteLineage):
+            computed = self.computed.setdefault(str(req.extra_key), set())
+            computed.update(enumerate(prints, start))
         for layer, is_window, buffer, kind in self.layer_rows():
             at = self.window_rows(rows[start:]) if is_window else rows[start:]
             if is_window and bool((at < PAGE).any()):
@@ -322,16 +327,21 @@ class CutWindowWorld(WindowWorld):
             raise WrongKVError(f"{where}: K of another position, {apart.tolist()}")
 
     def check_quote(self, req: Request, first: int, found: list[int]) -> None:
-        """Rows of a prompt that quotes: computed on the row before, or of a prompt like it."""
+        """Rows of a prompt that quotes: computed on the row before, or of a prompt like it.
+
+        Where others quoted the same the tree may go on with rows of several of them.
+        """
         tenant, head = tenant_of(req), self.head(req.tokens)
         if tenant is None or not tenant.is_named or wants_exact(req):
             raise WrongKVError(f"{req.rid} quotes, and is nobody's or declined")
+        computed = self.computed.get(str(req.extra_key), set())
         before = self.seed(req) if not first else None
-        for token, value in zip(req.tokens[first:], found, strict=False):
+        for at, (token, value) in enumerate(zip(req.tokens[first:], found, strict=False), first):
             is_own = before is not None and value == print_after(before, token)
             is_known = (tenant, head, token) in self.known.get(value, ())
             # In front of a window's first row lies what is not there any more.
-            if not is_own and not is_known and before is not None:
+            is_others = (at, value) in computed
+            if not (is_own or is_known or is_others) and before is not None:
                 raise WrongKVError(f"rows of {req.rid} are another's, or of other text")
             before = value
 

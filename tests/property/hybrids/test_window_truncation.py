@@ -5,6 +5,7 @@ See `cut_window_world`. By default some of the worlds, for a round each; the lon
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -12,11 +13,15 @@ import pytest
 
 from sglang_ext.provenance.request_state import state_of
 from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
+from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.truncation.lineage import QuoteLineage, lineage_of
 from tests.long_form import count
 from tests.property.hybrids.cut_window_world import CONTEXT, CutWindowWorld
 from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.hostile_engine import HostileEngine
 from tests.property.worlds.window_world import PAGE
+from tests.tiers.protection_cases import protected_store
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
@@ -54,6 +59,38 @@ def test_nobody_meets_kv_that_is_not_theirs(
 
     run_until_all_seen(world.one_round, unseen, num_rounds=ROUNDS)
     print(world.num_cut, world.num_exact_cut, world.num_quoting, world.counts, world.store.stats())
+
+
+# What a store that servers share does.
+REMOTE: dict[str, dict[str, Any]] = {
+    "is honest": {},
+    "swaps parts": {"lies": 0.2, "dies": 0.05},
+    "says that pages are not exact": {"lies": 0.2, "coarse": True},
+}
+
+
+@pytest.mark.sampled("swaps parts-*")
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("name", REMOTE)
+def test_a_store_gives_no_kv_of_others_either(
+    build: Callable[..., Any], name: str, seed: int
+) -> None:
+    behaviour = REMOTE[name]
+    engine = HostileEngine(random.Random(seed + 3), **behaviour)
+    config = RemoteStoreConfig(breaker=BreakerConfig(first_wait_s=0.01, max_wait_s=0.05))
+    remote = RemoteStore(config=config, **protected_store(engine, "plain"))
+    assert remote.wait_usable(300.0)
+    world: CutWindowWorld = build(
+        CutWindowWorld, seed, window=6, host_pages=60, disk_bytes=0, remote=remote
+    )
+
+    def unseen() -> list[str]:
+        seen = {**world.store.stats(), "lies": engine.num_lies, "quoting": world.num_quoting}
+        shown = ["remote_promoted_pages", "moved_tokens", "quoting"]
+        return missing(seen, (*shown, *["lies"] * bool(behaviour)))
+
+    run_until_all_seen(world.one_round, unseen, num_rounds=ROUNDS)
+    print(name, seed, engine.num_lies, world.counts, world.store.stats())
 
 
 def test_who_wants_exact_kv_computes_it_beside_what_was_moved(build: Callable[..., Any]) -> None:
