@@ -35,7 +35,7 @@ from sglang_ext.identity.media import images_of
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.identity.tenancy import Tenant, has_nameable_pages, tenant_of
 from sglang_ext.provenance.miss_counts import MissKeeper, Wanted
-from sglang_ext.provenance.request_state import HitTier, find_state, max_quality_of, state_of
+from sglang_ext.provenance.request_state import HitTier, find_state, state_of
 from sglang_ext.provenance.tree_quality import DeviceProvenance
 from sglang_ext.ranks.lockstep import Lockstep, exchange, group_of, group_of_stage, min_reduce
 from sglang_ext.ranks.stages import StagedLockstep, begin_min_reduce
@@ -567,8 +567,8 @@ class HierKVRadixCache(UnifiedRadixCache):
             points = PromptPoints(layers, self.store, space, path, self._num_resumable(req), ask)
         anchor = self.device_tree.path(req.last_node, self.page_size) if self.device_tree else None
         return ReusablePrefix(
-            space, hashes, num_on_device, max_quality_of(req), anchor, num_tokens, look_again,
-            points, resumes_at, reach,
+            space, hashes, num_on_device, self.linker.worst_quality_of(req), anchor, num_tokens,
+            look_again, points, resumes_at, reach,
         )  # fmt: skip
 
     def _num_resumable(self, req: Any) -> int:

@@ -26,7 +26,7 @@ from sglang_ext.seam.hybrids.window_pages import WindowPages
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.media.page_digests import naming
 from sglang_ext.seam.radix_tree import RadixTree
-from sglang_ext.tiers.records.quality import Qualities
+from sglang_ext.tiers.records.quality import Qualities, Quality
 from sglang_ext.tiers.store import KeySpace
 from sglang_ext.truncation.lineage import lineage_of
 from sglang_ext.truncation.reuse import TruncatedReuse
@@ -229,7 +229,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         if lineage is not None and self.cache.truncated.composes:
             return self.cache.truncated.ready_pages(req, lineage, space, device_len, hashes)
         if self.resumption is not None and self.cache.admission.decides_alone:
-            return self.resumption.num_loadable(space, hashes, max_quality_of(req))
+            return self.resumption.num_loadable(space, hashes, self.worst_quality_of(req))
         return self.cache.admission.num_loadable(
             req.cache_request_handle,
             space,
@@ -237,6 +237,16 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             hashes,
             max_quality_of(req),
         )
+
+    def worst_quality_of(self, req: Any) -> int:
+        """The worst quality that a request may be given.
+
+        Of a hybrid nothing but a cut prompt rests on moved KV, and the tree cannot be given better
+        pages in place, so what says of itself that it does is none of another prompt's.
+        """
+        if self.resumption is not None and lineage_of(req) is None:
+            return int(Quality.EXACT)
+        return max_quality_of(req)
 
     def load_back(self, req: Any) -> tuple[int, Any]:
         """Queues the promised pages into device slots of the request's own."""
@@ -253,7 +263,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             space,
             start,
             _NO_HASHES,
-            max_quality=max_quality_of(req),
+            max_quality=self.worst_quality_of(req),
             composition=composition,
             take=self.cache.admission.taker(req.cache_request_handle, space, first_page),
         )

@@ -307,6 +307,8 @@ class CutWindowWorld(WindowWorld):
             elif not all(v in one for v, one in zip(found, allowed[first:], strict=True)):
                 raise WrongKVError(f"{where}: rows of others")
             moved |= found != own[first:]
+        if lineage_of(req) is None and state_of(req).taint != Quality.EXACT:
+            raise WrongKVError(f"{req.rid} is no cut prompt, and was given what is not exact")
         if moved and wants_exact(req):
             raise WrongKVError(f"{req.rid} asked for exact KV and attends to other")
         if moved and state_of(req).taint < Quality.APPROXIMATED:
