@@ -517,7 +517,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         with naming.pages_of(req):
             hashes = hashes_of(key, self.page_size)
         lineage = lineage_of(req)
-        if lineage is not None and self.truncated.composes:
+        if lineage is not None and self.truncated.is_movable():
             self.truncated.enqueue(req, lineage, space, device_pages, hashes, key)
             return
         num_on_device = min(device_pages, num_pages)

@@ -226,7 +226,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
     def _num_loadable(self, req: Any, space: KeySpace, device_len: int, tail: list[str]) -> int:
         """Pages behind the device prefix that can be loaded."""
         hashes, lineage = hashes_from_hex(tail), lineage_of(req)
-        if lineage is not None and self.cache.truncated.composes:
+        if lineage is not None and self.cache.truncated.is_movable():
             return self.cache.truncated.ready_pages(req, lineage, space, device_len, hashes)
         if self.resumption is not None and self.cache.admission.decides_alone:
             return self.resumption.num_loadable(space, hashes, self.worst_quality_of(req))

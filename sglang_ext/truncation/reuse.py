@@ -49,7 +49,8 @@ class TruncatedReuse:
         store: DRAM and disk.
         admission: of the waiting requests.
         page_size: P.
-        is_movable: whether K can be moved to other positions now.
+        is_movable: whether K can be moved to other positions. Where it cannot, cut prompts are not
+            made of pages of others: they are prompts like any other, and none come here.
         windows: of a model that has some; None of any other.
     """
 
@@ -67,11 +68,6 @@ class TruncatedReuse:
         self._page_size = page_size
         self.is_movable = is_movable
         self._windows = windows
-
-    @property
-    def composes(self) -> bool:
-        """Whether cut prompts are made of pages of others; else they are prompts like any other."""
-        return self.is_movable()
 
     # ---- matches ----
 

@@ -16,7 +16,6 @@ import pytest
 import torch
 
 from sglang_ext.tiers.records.record import parse_header
-from sglang_ext.tiers.store.types import READY
 from tests.long_form import count
 from tests.property.test_pairs_interleavings import PairsWorld
 from tests.property.worlds.coverage import run_until_counted
@@ -29,6 +28,7 @@ from tests.property.worlds.taint_world import (
     World,
     Wrong,
     page_rows,
+    ready_slots,
 )
 
 ROUNDS = count(1, 20)
@@ -100,12 +100,7 @@ class _Drafting(World):
     def check_store(self) -> None:
         """See `World`; and every page in DRAM is of the tokens that its key is of."""
         super().check_store()
-        books = self.store._books
-        with books.table.lock:
-            rows = books.table.index.rows()
-            rows = rows[(books.table.index.flags[rows] & READY) != 0]
-            slots = self.arena.slots[books.table.index.host_slot[rows]]
-        for slot in slots:
+        for slot in ready_slots(self.store):
             meta, _ = parse_header(slot)
             tokens, end = self.made[meta.page_hash], meta.position + PAGE
             wanted = self.row_values(tokens, end)[-PAGE:, None].expand(PAGE, HEADS, _NUM_PRINTS)

@@ -10,7 +10,6 @@ cuts on.
 from __future__ import annotations
 
 import zlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +31,11 @@ from sglang_ext.seam.page_hash import page_hasher
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.records.record import parse_header
-from sglang_ext.tiers.store.types import READY
 from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
 from sglang_ext.truncation.truncator import Truncator
 from tests.property.worlds import window_world
+from tests.property.worlds.taint_world import ready_slots
+from tests.property.worlds.truncation_world import Cuttable
 from tests.property.worlds.window_world import FULL, PAGE, Request, WindowWorld, WrongKVError
 
 CONTEXT = 80
@@ -96,7 +96,7 @@ def from_columns(rows: torch.Tensor) -> list[int]:
 
 
 @dataclass
-class CutRequest(Request):
+class CutRequest(Cuttable, Request):
     """A request whose prompt the truncator may cut."""
 
     finished_reason: None = None
@@ -113,16 +113,6 @@ class CutRequest(Request):
     def seqlen(self) -> int:
         """As SGLang's."""
         return len(self.tokens)
-
-    @property
-    def origin_input_ids(self) -> array[int]:
-        """As SGLang's."""
-        return array("q", self.tokens[: self.prompt_len])
-
-    @origin_input_ids.setter
-    def origin_input_ids(self, tokens: Sequence[int]) -> None:
-        self.tokens = list(tokens)
-        self.prompt_len = len(self.tokens)
 
 
 class CutWindowWorld(WindowWorld):
@@ -362,12 +352,7 @@ class CutWindowWorld(WindowWorld):
 
     def check_store(self) -> None:
         """Pages in DRAM are of their layers and at their positions, and know what they are."""
-        books = self.store._books
-        with books.table.lock:
-            rows = books.table.index.rows()
-            rows = rows[(books.table.index.flags[rows] & READY) != 0]
-            slots = self.arena.slots[books.table.index.host_slot[rows]]
-        for slot in slots:
+        for slot in ready_slots(self.store):
             meta, _ = parse_header(slot)
             parts = [part for part in self.parts if self.is_of(slot, part)]
             if len(parts) != 1:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -104,6 +105,16 @@ class LossyCodec(PageTranscoder):
         write_meta(out_slot, raw_header(meta), payload.size)
         out_slot[HEADER_BYTES : HEADER_BYTES + payload.size] = payload
         return True
+
+
+def ready_slots(store: PageStore) -> npt.NDArray[np.uint8]:
+    """What lies in the slots of all pages that are ready in DRAM, u8 `[N, bytes]`."""
+    table = store._books.table
+    with table.lock:
+        rows = table.index.rows()
+        rows = rows[(table.index.flags[rows] & READY) != 0]
+        slots: npt.NDArray[np.uint8] = store.arena.slots[table.index.host_slot[rows]]
+    return slots
 
 
 def page_rows(slot: ByteArray, layout: PageLayout) -> list[np.ndarray]:

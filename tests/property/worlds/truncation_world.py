@@ -54,8 +54,25 @@ KEYS: tuple[tuple[str | None, str | None], ...] = (
 _OFTEN_NAMED = (0, 1, 1, 2, 2, 3)
 
 
+class Cuttable:
+    """What of SGLang's `Req` a cut changes."""
+
+    tokens: list[int]
+    prompt_len: int
+
+    @property
+    def origin_input_ids(self) -> array[int]:
+        """As SGLang's."""
+        return array("q", self.tokens[: self.prompt_len])
+
+    @origin_input_ids.setter
+    def origin_input_ids(self, tokens: Sequence[int]) -> None:
+        self.tokens = list(tokens)
+        self.prompt_len = len(self.tokens)
+
+
 @dataclass
-class CutRequest(Request):
+class CutRequest(Cuttable, Request):
     """A request whose prompt the truncator may cut."""
 
     finished_reason: None = None
@@ -69,15 +86,6 @@ class CutRequest(Request):
         custom["hier_kv_owner"] = self.owner
         self.sampling_params = SimpleNamespace(custom_params=custom, max_new_tokens=ROOM)
         self._hier_kv_not_cut = ""
-
-    @property
-    def origin_input_ids(self) -> array[int]:
-        return array("q", self.tokens[: self.prompt_len])
-
-    @origin_input_ids.setter
-    def origin_input_ids(self, tokens: Sequence[int]) -> None:
-        self.tokens = list(tokens)
-        self.prompt_len = len(self.tokens)
 
 
 def opted_in(req: Request) -> bool:
