@@ -19,7 +19,7 @@ from sglang_ext.seam.hybrids.window_pages import WindowPages  # noqa: E402
 from tests.long_form import count  # noqa: E402
 from tests.unit.seam.hybrids.hit_rig import PAGE, HitRig  # noqa: E402
 
-CASES = count(500, 10000)
+CASES = count(10_000, 50_000)
 GROUPS = 2
 MOST_OF_A_CASE = 64  # pages
 Pages = list[bool]
