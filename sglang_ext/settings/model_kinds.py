@@ -254,7 +254,8 @@ SERVED_MODES = (
         "several whole schedulers (`--dp-size`)",
         "exact, moved, coded; each its own, shared through the remote store only; of hybrids "
         "gpt-oss, Qwen3-Next and Qwen3.5 with images were run",
-        "tests/e2e/reuse/test_ranks.py; tests/e2e/models/test_hybrid_attention_dp.py; "
+        "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_killed_schedulers.py; "
+        "tests/e2e/models/test_hybrid_attention_dp.py; "
         "tests/e2e/images/test_image_states.py",
     ),
     ServedMode(
