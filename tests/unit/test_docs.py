@@ -1,5 +1,6 @@
 """The documents say what the code does."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -40,7 +41,53 @@ def test_compatibility_is_the_allow_list(name: str) -> None:
     assert f"<!-- {name} -->\n{all_tables()[name]}\n<!-- end -->" in text
 
 
-def test_what_is_said_to_be_served_is_tested() -> None:
-    proofs = [kind.proof for kind in MODEL_KINDS.values() if kind.is_served]
-    for proof in [*proofs, *(mode.proof for mode in SERVED_MODES)]:
-        assert (DOCS.parent / proof.partition(";")[0]).is_file(), proof
+def _proofs() -> list[str]:
+    """Each file that the tables of kinds and modes name as proof, once."""
+    lists = [kind.proof for kind in MODEL_KINDS.values() if kind.is_served]
+    lists += [mode.proof for mode in SERVED_MODES]
+    return sorted({file for each in lists for file in each.split("; ")})
+
+
+def _tests_by_default(path: Path) -> list[str]:
+    """The tests of a file that a default run has, by the marks on them and on the file."""
+    body = ast.parse(path.read_text()).body
+    nodes = [node for each in body for node in ([each, *getattr(each, "body", ())])]
+    tests = [
+        node
+        for node in nodes
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assigned = [node for node in body if isinstance(node, ast.Assign)]
+    marks = [node.value for node in assigned if ast.unparse(node.targets[0]) == "pytestmark"]
+    if any("pytest.mark.long" in ast.unparse(mark) for mark in marks):
+        return []
+    return [
+        test.name
+        for test in tests
+        if not any("pytest.mark.long" in ast.unparse(each) for each in test.decorator_list)
+    ]
+
+
+@pytest.mark.parametrize("proof", _proofs())
+def test_what_is_said_to_be_served_is_tested(proof: str) -> None:
+    """By every file that is named, in each run."""
+    assert proof.startswith("tests/")
+    assert (DOCS.parent / proof).is_file()
+    assert _tests_by_default(DOCS.parent / proof)
+
+
+def test_nothing_is_said_to_be_served_without_a_proof() -> None:
+    served = [kind for kind in MODEL_KINDS.values() if kind.is_served]
+    assert all(each.proof for each in (*served, *SERVED_MODES))
+
+
+def test_a_file_without_tests_is_no_proof(tmp_path: Path) -> None:
+    path = tmp_path / "test_nothing.py"
+    path.write_text("def helper() -> None: ...\n")
+    assert _tests_by_default(path) == []
+    path.write_text("@pytest.mark.long\ndef test_it() -> None: ...\n")
+    assert _tests_by_default(path) == []
+    path.write_text("def test_it() -> None: ...\n")
+    assert _tests_by_default(path) == ["test_it"]
+    path.write_text("pytestmark = [pytest.mark.long]\ndef test_it() -> None: ...\n")
+    assert _tests_by_default(path) == []
