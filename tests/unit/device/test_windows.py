@@ -66,19 +66,40 @@ def test_keys_of_parts_are_what_they_were() -> None:
     assert found == ["9be90b6fc9ff8970", "b7a79aa02b7c0c0c", "75f78c34d638abb2"]
 
 
-@pytest.mark.parametrize(
-    ("full", "window", "heads", "dim", "width", "most"),
-    [(12, 12, 8, 64, 128, 1.02), (7, 21, 4, 128, 1024, 1.02), (4, 22, 1, 256, 512, 1.06)],
-    ids=["gpt-oss-20b", "mellum2-12b", "four and twenty-two"],
-)
-def test_a_prompt_takes_the_bytes_that_its_layers_need(
-    full: int, window: int, heads: int, dim: int, width: int, most: float
-) -> None:
+# Full layers, window layers, heads of K and V, values of one, tokens of a window; and how many
+# times the bytes that its layers need a prompt takes on one of 1, 2, 4 and 8 ranks, with pages of
+# 64 tokens and with pages of 16.
+PUBLISHED: dict[str, tuple[tuple[int, int, int, int, int], dict[int, list[float]]]] = {
+    "gpt-oss-20b": (
+        (12, 12, 8, 64, 128),
+        {64: [1.010, 1.010, 1.010, 1.021], 16: [1.010, 1.021, 1.042, 1.083]},
+    ),
+    "gpt-oss-120b": (
+        (18, 18, 8, 64, 128),
+        {64: [1.009, 1.010, 1.014, 1.014], 16: [1.014, 1.014, 1.028, 1.056]},
+    ),
+    "mellum2-12b": (
+        (7, 21, 4, 128, 1024),
+        {64: [1.009, 1.018, 1.018, 1.018], 16: [1.018, 1.036, 1.071, 1.071]},
+    ),
+    "four and twenty-two": (
+        (4, 22, 1, 256, 512),
+        {64: [1.053] * 4, 16: [1.102] * 4},
+    ),
+}
+
+
+@pytest.mark.parametrize("page", [64, 16])
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_prompt_takes_the_bytes_that_its_layers_need(name: str, page: int) -> None:
     """A prompt of 4,096 tokens in bfloat16 that is resumed at its end, with headers and all."""
-    page, num_tokens, row = 64, 4096, heads * dim * 2
+    (full, window, heads, dim, width), printed = PUBLISHED[name]
     groups = LayerGroups(tuple(range(full)), tuple(range(full, full + window)))
-    layout = PageLayout(page, (row,) * full, (row,) * full, 2)
-    num_window = -(-width // page)
-    num_pages = num_tokens // page + len(groups.groups) * num_window
-    needed = 2 * row * (num_tokens * full + num_window * page * window)
-    assert num_pages * layout.slot_bytes <= most * needed
+    num_tokens, num_window, taken = 4096, -(-width // page), []
+    for num_ranks in (1, 2, 4, 8):
+        row = max(1, heads // num_ranks) * dim * 2
+        layout = PageLayout(page, (row,) * full, (row,) * full, 2)
+        num_pages = num_tokens // page + len(groups.groups) * num_window
+        needed = 2 * row * (num_tokens * full + num_window * page * window)
+        taken.append(num_pages * layout.slot_bytes / needed)
+    assert taken == pytest.approx(printed[page], abs=6e-4)
