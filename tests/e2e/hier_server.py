@@ -186,6 +186,12 @@ def send_in_halves(server: Server, send: Callable[[Any], Any], what: Sequence[An
     return found
 
 
+def check_agreed(log: str, num_ranks: int) -> None:
+    """SGLang's consensus checker was on in every rank of a server, and found none that differs."""
+    assert log.count("Rank consensus checker is enabled") == num_ranks
+    assert "Found rank divergence" not in log
+
+
 def in_dram(server: Server, timeout_s: float = 300.0) -> None:
     """Waits until all that was computed is in DRAM; the disk may lag behind (see `settled`)."""
     deadline = time.monotonic() + timeout_s

@@ -30,6 +30,7 @@ from testkit.server import Server
 from tests.e2e.hier_server import (
     GIB,
     ask,
+    check_agreed,
     connected,
     every_rank,
     ranks_of,
@@ -172,11 +173,13 @@ def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Pa
             for group in map(ranks_of, states(server))
         ]
         assert all(len(set(group)) == 1 for group in saved), saved
+        check_agreed(server.log(), kind.num_ranks)
     if not kind.restarts:
         return
     with server_of(kind, model, tmp_path, *disk_in(tmp_path)) as server:  # after a kill -9
         for group, wanted in enumerate((on_other, repeat)):
             check_hits(answers(server, prompts, group), wanted, "disk", above=10 * PAGE)
+        check_agreed(server.log(), kind.num_ranks)
 
 
 @pytest.mark.long
@@ -205,3 +208,4 @@ def test_what_a_group_puts_into_a_store_it_and_another_one_restore(
         for rank in every_rank(server):
             host = rank["host"]
             assert host.get("load_failures", 0) == host.get("save_failures", 0) == 0
+        check_agreed(server.log(), kind.num_ranks)

@@ -30,6 +30,7 @@ from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import (
     GIB,
     by_tier,
+    check_agreed,
     real_prompts,
     settled,
     state,
@@ -164,6 +165,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         flush_device(server)
         restored = answers(server, prompts)
         counted = settled(server)
+        check_agreed(server.log(), 2)
     return Served(setup, prompts, first, repeat, computed, restored, counted)
 
 
@@ -196,6 +198,7 @@ def test_a_hit_from_disk_after_a_restart_is_what_the_device_would_have_given(
     served: Served, restarted: Server
 ) -> None:
     check_hits(answers(restarted, served.prompts), served.repeat, "disk", above=40 * PAGE)
+    check_agreed(restarted.log(), 2)
 
 
 @pytest.mark.long
@@ -219,6 +222,7 @@ def test_with_many_at_once_and_too_little_room_every_answer_is_right(
     assert from_tiers > 10 * PAGE, (from_tiers, counted)
     for rank in counted["tp_ranks"]:
         assert rank["host"].get("load_failures", 0) == rank["host"].get("save_failures", 0) == 0
+    check_agreed(restarted.log(), 2)
 
 
 @pytest.mark.long
@@ -237,6 +241,7 @@ def test_what_one_rank_alone_has_lost_is_computed(
     with setup.server("--hier-kv-codec", "lossless", host_pages=400) as server:
         found = answers(server, served.prompts)
         damaged = state(server)["tp_ranks"]
+        check_agreed(server.log(), 2)
     print(cached(found), [rank["host"] for rank in damaged])
     assert all(a <= b for a, b in zip(cached(found), cached(served.repeat), strict=True))
     assert sum(cached(found)) < sum(cached(served.repeat))
