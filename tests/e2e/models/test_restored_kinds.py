@@ -4,8 +4,8 @@ Each has one server with the plugin, which is also the reference: nothing of the
 device hit. Another one is started on the disk, or the store, that the first left when it was
 killed.
 
-By default those run that no other file has, and one in fp8; the long form has all of `KINDS`, on
-two ranks, too.
+By default those run that no other file has, one in fp8, and gpt-oss; the long form has all of
+`KINDS`, on two ranks, too.
 """
 
 from __future__ import annotations
@@ -222,7 +222,7 @@ def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[Any]
     return out
 
 
-@pytest.mark.sampled("chunks", "two-shapes-mimo", "states-beside-latent-rows-in-fp8")
+@pytest.mark.sampled("gpt-oss", "chunks", "two-shapes-mimo", "states-beside-latent-rows-in-fp8")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_hit_from_every_tier_is_what_the_device_would_have_given(
     name: str, tmp_path: Path

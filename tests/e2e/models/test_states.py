@@ -4,8 +4,8 @@ What is restored is compared with plain SGLang's own device hits bit for bit, an
 many requests at once, with what transformers computes for the same tokens, or the testkit where
 transformers has no such model.
 
-By default one model of two kinds of states runs (Mamba2, gated delta rule), and one is asked for by
-many at once; the long form has all.
+By default Granite 4 and Nemotron-H (Mamba2) and Qwen3-Next (gated delta rule) run, and one is asked
+for by many at once; the long form has all.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from tests.e2e.models.hybrid_answers import (
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.sampled("granite", "qwen3_next"),
+    pytest.mark.sampled("granite", "nemotron_h", "qwen3_next"),
 ]
 
 PAGE = 64
