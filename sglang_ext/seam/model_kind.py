@@ -84,6 +84,32 @@ def model_kind(model_config: Any) -> str:
     return "mla" if model_config.attention_arch == AttentionArch.MLA else "mha"
 
 
+def rows_of(model_config: Any, kv_cache_dtype: str) -> str:
+    """What SGLang keeps of a token in a layer of a model, in words; "" where it may be either.
+
+    As `device/pools.py` finds it when the pool is built. Of a draft model, too, whose architecture
+    has a name of its own.
+
+    Args:
+        model_config: SGLang's ``ModelConfig``.
+        kv_cache_dtype: of the pool, as SGLang resolved it.
+    """
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
+
+    if mambaish_config(model_config) is not None or model_config.is_hybrid_swa:
+        return ""
+    is_latent = model_config.attention_arch == AttentionArch.MLA
+    if is_latent and is_deepseek_dsa(model_config.hf_config):
+        rows = "latent rows with an index"
+    else:
+        rows = "latent rows" if is_latent else "K and V of every head"
+    if kv_cache_dtype != "auto":
+        return f"{rows} in {kv_cache_dtype}"
+    # Of a quantized checkpoint the weights' configuration says what "auto" is.
+    return rows if model_config.quantization else f"{rows} in {model_config.dtype}"
+
+
 def hybrid_stages(model_config: Any, num_stages: int) -> Iterator[tuple[int, int]]:
     """Of each pipeline stage of a hybrid how many layers have full attention, and how many not.
 

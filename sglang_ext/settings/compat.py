@@ -31,11 +31,14 @@ from sglang_ext.settings.lossless import lossy_codec
 from sglang_ext.settings.model_kinds import MODEL_KINDS, STATE_KINDS, WITHOUT
 from sglang_ext.settings.speculation import (
     KEYED_BY_PAIRS,
+    OTHER_DRAFT,
     WITHOUT_SPECULATION,
+    outside_rows,
     outside_speculation,
 )
 from sglang_ext.settings.stages import STAGED_HYBRIDS, WITHOUT_STAGES, outside_stages
 from sglang_ext.settings.untried import has_attention_dp, of_match
+from sglang_ext.settings.values import is_set
 
 DEFAULT_PAGE_SIZE = 64
 # By name, as the classes of other devices and pools are subclasses of these.
@@ -56,6 +59,9 @@ _WITHOUT_BREAKS = ("FalconH1ForCausalLM", "GraniteMoeHybridForCausalLM")
 _WINDOW_ADVICE = (
     "change it, or add --disable-hybrid-swa-memory, which keeps all layers' KV in one pool"
 )
+# SGLang's other pools do not read it.
+_HEAD_BY_HEAD = "SGLANG_USE_HND_KVCACHE"
+_LATENT_KINDS = ("mla", INDEXED, STATE_KINDS[1])
 _WINDOW_KINDS = ("swa", "swa of two shapes")
 _STATE_ADVICE = f"change it, or {WITHOUT}"
 _FROM_LEFT_TO_RIGHT = "decoder"
@@ -74,6 +80,8 @@ class Resolved:
         architecture: of the model; empty where there is none.
         stages: of each pipeline stage of a hybrid how many layers have full attention, and how
             many have not; empty where there is one stage.
+        rows: what is kept of a token by the model, and by a draft model, in words; both empty
+            without one that has KV of its own, or where it is not known.
     """
 
     values: Mapping[str, Any]
@@ -83,6 +91,7 @@ class Resolved:
     release: str = ""
     architecture: str = ""
     stages: tuple[tuple[int, int], ...] = ()
+    rows: tuple[str, str] = ("", "")
 
 
 def check_arguments(server_args: Any, config: HierKVConfig) -> None:
@@ -141,6 +150,9 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
             _refuse(expected, found, f"change it, or {WITHOUT}")
     for expected, found in outside_speculation(resolved.values.get, config, resolved.model_kind):
         _refuse(expected, found, WITHOUT_SPECULATION)
+    for expected, found in outside_rows(*resolved.rows):
+        _refuse(expected, found, OTHER_DRAFT)
+    _check_layout(resolved.model_kind)
     untested = [f"--{flag(name)} was never tested with --enable-hier-kv" for name in unknown]
     return [*untested, *advice_at_gateway(resolved.values.get, config)]
 
@@ -151,6 +163,14 @@ def _check_disaggregation(
     """Refuses prefill and decode servers that were not tried."""
     for expected, found in outside_disaggregation(read, config, kind, release):
         _refuse(expected, found, WITHOUT_DISAGGREGATION)
+
+
+def _check_layout(kind: str) -> None:
+    """Refuses K and V head by head, which SGLang is told to keep by a variable; not latent rows."""
+    if kind not in _LATENT_KINDS and is_set(_HEAD_BY_HEAD):
+        _refuse(
+            "K and V of a token side by side (NHD)", f"{_HEAD_BY_HEAD}=1", "unset that variable"
+        )
 
 
 def check_kind(name: str) -> None:

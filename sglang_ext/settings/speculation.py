@@ -19,6 +19,11 @@ EAGLE = "EAGLE"  # SGLang's name of NEXTN, too
 LATENT_KINDS = ("mla", INDEXED)
 # Those whose draft's KV of a token depends on the next one.
 KEYED_BY_PAIRS = (EAGLE, "EAGLE3")
+OTHER_DRAFT = (
+    "choose another draft model (or a --dtype, where that alone differs) or leave "
+    "--speculative-algorithm out"
+)
+_IN = " in "  # in front of a dtype
 WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
 
 
@@ -61,6 +66,20 @@ def outside_speculation(
             found.append(("full attention in every layer", "a model with other layers"))
         found += _outside_masks(read, kind)
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
+
+
+def outside_rows(target: str, draft: str) -> Iterator[tuple[str, str]]:
+    """What is expected and what came of a draft model's KV, which lies behind its target's.
+
+    Args:
+        target: what is kept of a token by the model, in words; empty where it is not known.
+        draft: the same by the draft model.
+    """
+    # Where one dtype is not known, the rows are compared as far as they are.
+    known = min(len(each.split(_IN)) for each in (target, draft))
+    expected, found = (_IN.join(each.split(_IN)[:known]) for each in (target, draft))
+    if target and draft and expected != found:
+        yield f"a draft model with a KV pool as the target model's ({expected})", f"one of {found}"
 
 
 def _outside_kinds(algorithm: str, kind: str) -> Iterator[tuple[str, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
@@ -17,6 +18,11 @@ def flag_name(field_name: str) -> str:
 
 KINDS = {float: "a number", int: "a whole number", str: "a string"}
 """The types that settings have, as messages call them."""
+
+
+def is_set(variable: str) -> bool:
+    """Whether a switch of the environment is on, as SGLang reads it."""
+    return os.environ.get(variable, "").lower() in ("true", "1", "yes", "y")
 
 
 def shown(value: object) -> str:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.seam.model_kind import hybrid_stages, model_kind
+from sglang_ext.seam.model_kind import hybrid_stages, model_kind, rows_of
 from sglang_ext.settings.compat import Resolved, check_kind, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import STATE_KINDS
+from sglang_ext.settings.speculation import NGRAM
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +86,32 @@ def resolved(server_args: Any) -> Resolved:
         release=version("sglang"),
         architecture=_architecture(model_config) if has_model else "",
         stages=_stages(model_config, values.get("pp_size") or 1) if has_model else (),
+        rows=_rows(server_args, model_config, values) if has_model else ("", ""),
     )
+
+
+def _rows(server_args: Any, model_config: Any, values: Mapping[str, Any]) -> tuple[str, str]:
+    """What is kept of a token by the model, and by a draft model with KV of its own, in words.
+
+    Empty where there is none, or it is not known: what cannot be read is for SGLang to tell.
+    """
+    from sglang.srt.configs.model_config import ModelConfig
+
+    path = values.get("speculative_draft_model_path")
+    if values.get("speculative_algorithm") in (None, NGRAM) or not path:
+        return "", ""
+    try:
+        draft = ModelConfig.from_server_args(
+            server_args,
+            model_path=path,
+            model_revision=values.get("speculative_draft_model_revision"),
+            is_draft_model=True,
+        )
+    except (OSError, ValueError) as error:
+        logger.warning("hier-kv: the draft model's configuration is not known yet: %s", error)
+        return "", ""
+    dtype = str(values.get("kv_cache_dtype"))
+    return rows_of(model_config, dtype), rows_of(draft, dtype)
 
 
 def _stages(model_config: Any, num_stages: int) -> tuple[tuple[int, int], ...]:

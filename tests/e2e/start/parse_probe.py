@@ -1,10 +1,10 @@
 """Parses many command lines in one process, as SGLang's main process does, plugins loaded.
 
-Reads a JSON list of {"argv", "sglang", "resolve", "allow_untested"} from stdin; `sglang` is a
-folder to be looked at as if it were the SGLang that is installed. Writes for each either {"exit",
-"stderr"} or {"args": SGLang's arguments, "hier_kv": the plugin's settings}. With "resolve" SGLang
-decides what was left open, as it does before it starts its processes. Importing SGLang takes
-seconds, so the tests run this once.
+Reads a JSON list of {"argv", "sglang", "resolve", "allow_untested", "env"} from stdin; `sglang` is
+a folder to be looked at as if it were the SGLang that is installed, `env` are variables of this
+case alone. Writes for each either {"exit", "stderr"} or {"args": SGLang's arguments, "hier_kv": the
+plugin's settings}. With "resolve" SGLang decides what was left open, as it does before it starts
+its processes. Importing SGLang takes seconds, so the tests run this once.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ def main() -> None:
         place = case.get("sglang")
         verdict.installed = partial(SGLangSource, Path(place)) if place else true_installed
         os.environ[verdict.ALLOW_UNTESTED] = "1" if case.get("allow_untested") else ""
-        resolve = bool(case.get("resolve"))
+        resolve, env = bool(case.get("resolve")), case.get("env", {})
+        os.environ.update(env)
         out.append(_parse(prepare_server_args, names, case["argv"], resolve))
+        for name in env:
+            del os.environ[name]
     print("\n" + json.dumps(out))
 
 

@@ -58,6 +58,25 @@ NO_DRAFTS = {
     ),
     "sessions": (["--enable-streaming-session"], "no --enable-streaming-session"),
 }
+# A model of latent rows, and of it drafts that are refused: what is added, and the sentence.
+LATENT: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
+    "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
+    "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
+    "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1,
+}  # fmt: skip
+OTHER_ROWS = {
+    "another kind": (
+        "latent",
+        EAGLE,
+        ["(latent rows in torch.bfloat16)", "got one of K and V of every head in torch.bfloat16"],
+    ),
+    "another dtype": (
+        "half",
+        ["--dtype", "auto", *EAGLE],
+        ["(K and V of every head in torch.float16)", "in torch.bfloat16; choose another draft"],
+    ),
+}
 SENTENCE_CHARS = 400
 HOOKED = next(symbol for symbol in SYMBOLS if symbol.name == "Scheduler.handle_generate_request")
 
@@ -377,6 +396,18 @@ def parsed(folder: Path) -> Parsed:
     for name, (added, _) in {"taken": ([], []), **NO_DRAFTS}.items():
         given = ["--model-path", str(TINYLM), *DUMMY, *ON[2:], *SMALL, *EAGLE, *added]
         cases[f"drafts: {name}"] = {"argv": given, "resolve": True}
+    own = ["--speculative-algorithm", "NEXTN", *DRAFTS]
+    for name, (model, added) in {
+        "taken: its own layer": (make_model(folder / "latent", **LATENT), own),
+        **{name: (folder / of, added) for name, (of, added, _) in OTHER_ROWS.items()},
+    }.items():
+        given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL, *added]
+        cases[f"drafts: {name}"] = {"argv": given, "resolve": True}
+    make_model(folder / "half", torch_dtype="float16", dtype="float16")
+    for name, model in {"K and V": TINYLM, "latent rows": folder / "latent"}.items():
+        given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL]
+        head_by_head = {"SGLANG_USE_HND_KVCACHE": "1"}
+        cases[f"head by head: {name}"] = {"argv": given, "resolve": True, "env": head_by_head}
     for name, changes in STATES.items():
         model = make_model(folder / f"states-{name}", **changes)
         given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL]
@@ -485,8 +516,28 @@ def test_what_windows_were_not_tried_with_is_refused(
     assert_one_sentence(result["stderr"], expected, folder)
 
 
-def test_drafts_are_taken(parsed: Parsed) -> None:
-    assert parsed["drafts: taken"].get("hier_kv"), parsed["drafts: taken"]
+@pytest.mark.parametrize("name", ["taken", "taken: its own layer"])
+def test_drafts_are_taken(parsed: Parsed, name: str) -> None:
+    assert parsed[f"drafts: {name}"].get("hier_kv"), parsed[f"drafts: {name}"]
+
+
+@pytest.mark.parametrize("name", OTHER_ROWS)
+def test_drafts_with_other_rows_are_refused_before_weights_load(
+    parsed: Parsed, folder: Path, name: str
+) -> None:
+    result = parsed[f"drafts: {name}"]
+    assert result.get("exit") == 1, result
+    assert_one_sentence(result["stderr"], OTHER_ROWS[name][2], folder)
+
+
+def test_k_and_v_head_by_head_are_refused_where_sglang_keeps_them_so(
+    parsed: Parsed, folder: Path
+) -> None:
+    result = parsed["head by head: K and V"]
+    assert result.get("exit") == 1, result
+    expected = ["side by side (NHD)", "got SGLANG_USE_HND_KVCACHE=1", "unset that variable"]
+    assert_one_sentence(result["stderr"], expected, folder)
+    assert parsed["head by head: latent rows"].get("hier_kv")
 
 
 @pytest.mark.parametrize("name", NO_DRAFTS)

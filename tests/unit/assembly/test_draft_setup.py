@@ -43,6 +43,16 @@ def target() -> DevicePool:
     return describe_pool(pool(3))
 
 
+@pytest.mark.parametrize(
+    "layout", [{"use_hnd": True, "kv_cache_layout": "hnd"}, {"kv_cache_layout": "vectorized_5d"}]
+)
+def test_a_pool_that_is_not_token_by_token_is_refused(layout: dict[str, Any]) -> None:
+    other = pool(1)
+    other.__dict__.update(layout)
+    with pytest.raises(HierKVConfigError, match=f"NHD.* got {layout['kv_cache_layout']}; unset"):
+        describe_pool(other)
+
+
 def test_the_drafts_layers_follow_in_the_same_rows() -> None:
     draft = pool(2, heads=1)
     both = with_drafts(target(), [runner(draft)])

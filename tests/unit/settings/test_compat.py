@@ -58,6 +58,24 @@ def resolved(kind: str = "mha", given: Any = None, **values: Any) -> Resolved:
     return Resolved(values, values if given is None else given, dict.fromkeys(values), kind)
 
 
+@pytest.mark.parametrize("kind", ["mha", "swa", "state"])
+def test_k_and_v_head_by_head_are_refused(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    kept = {"mamba_radix_cache_strategy": "extra_buffer"} if kind == "state" else {}
+    for value in ("0", "false", ""):
+        monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", value)
+        check_resolved(resolved(kind, **kept), HierKVConfig())
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "True")
+    with pytest.raises(HierKVConfigError, match=r"\(NHD\), got SGLANG_USE_HND_KVCACHE=1; unset"):
+        check_resolved(resolved(kind, **kept), HierKVConfig())
+
+
+@pytest.mark.parametrize("kind", ["mla", "indexed", "state beside latent rows"])
+def test_latent_rows_are_never_head_by_head(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    kept = {"mamba_radix_cache_strategy": "extra_buffer"} if kind.startswith("state") else {}
+    monkeypatch.setenv("SGLANG_USE_HND_KVCACHE", "1")
+    check_resolved(resolved(kind, **kept), HierKVConfig())
+
+
 def test_a_plain_model_is_taken() -> None:
     check_model(context())
     check_tree(["FULL"])

@@ -102,6 +102,40 @@ def test_what_was_not_tried_is_refused_by_one_sentence(
     assert sentence.count(". ") == 0
 
 
+MHA, MLA = "K and V of every head", "latent rows"
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "found"),
+    [
+        (f"{MLA} in torch.bfloat16", f"{MHA} in torch.bfloat16", f"one of {MHA} in"),
+        (f"{MHA} in torch.bfloat16", f"{MHA} in torch.float16", f"one of {MHA} in torch.float16"),
+        # Of a quantized checkpoint the dtype follows from its weights' configuration.
+        (MLA, f"{MHA} in torch.bfloat16", f"one of {MHA};"),
+        (f"{MLA} with an index", MLA, f"one of {MLA};"),
+    ],
+)
+def test_a_draft_with_other_rows_than_its_target_is_refused(
+    target: str, draft: str, found: str
+) -> None:
+    values = {"speculative_algorithm": "EAGLE", **CHAINS}
+    for rows in ((target, target), (target, ""), ("", draft)):
+        check_resolved(Resolved(values, values, {}, "mla", rows=rows), HierKVConfig())
+    with pytest.raises(HierKVConfigError) as error:
+        check_resolved(Resolved(values, values, {}, "mla", rows=(target, draft)), HierKVConfig())
+    assert f"a draft model with a KV pool as the target model's ({target.split(' in ')[0]}" in str(
+        error.value
+    )
+    assert f"got {found}" in str(error.value)
+    assert "choose another draft model" in str(error.value)
+
+
+def test_rows_are_compared_as_far_as_both_are_known() -> None:
+    values = {"speculative_algorithm": "EAGLE", **CHAINS}
+    rows = MHA, f"{MHA} in torch.float16"
+    check_resolved(Resolved(values, values, {}, "mha", rows=rows), HierKVConfig())
+
+
 @pytest.mark.parametrize(
     ("algorithm", "are_pairs", "expected"),
     [("EAGLE", False, "keys of token pairs"), ("NGRAM", True, "keys of tokens")],
