@@ -21,10 +21,11 @@ def load() -> None:
 
     hook_arguments(attach)
     if runs_scheduler():
+        from sglang_ext.assembly.early_checks import check_before_weights
         from sglang_ext.assembly.factory import build_cache
         from sglang_ext.seam.hooks.scheduler import register_scheduler_hooks
 
-        register_scheduler_hooks(build_cache)
+        register_scheduler_hooks(build_cache, check_before_weights)
 
 
 def attach(server_args: Any, config: Any) -> None:

@@ -148,6 +148,46 @@ def build_remote_codec(
         raise HierKVConfigError(f"--hier-kv-codec remote={codec_id}: {error}.") from error
 
 
+def try_profile(
+    config: HierKVConfig,
+    layout: PageLayout,
+    dtype: str,
+    head_dim: int,
+    model_path: str,
+    place: RankPlace,
+) -> None:
+    """Refuses a profile that is not of pages as they are expected, before there are any.
+
+    Args:
+        config: the settings.
+        layout: of the expected pages.
+        dtype: of their values, as codecs call it.
+        head_dim: of K.
+        model_path: where a profile may lie that no setting names.
+        place: this rank's.
+
+    Raises:
+        HierKVConfigError: one sentence.
+    """
+    for codec_id, level, flag in (
+        (config.record_codec, config.record_level, "--hier-kv-codec "),
+        (
+            config.of_tier("codec", "remote"),
+            config.of_tier("level", "remote"),
+            "--hier-kv-codec remote=",
+        ),
+    ):
+        if kind_of(codec_id) is None:
+            continue
+        try:
+            shape = CodedShape.of(layout, dtype, head_dim)
+            learned = _learned(config, codec_id, model_path, shape, place)
+            if learned is not None:
+                PageCodec(shape, codec_id, parse_level(codec_id, level), learned=learned).close()
+        except (CodecError, OSError) as error:
+            raise HierKVConfigError(f"{flag}{codec_id}: {error}.") from error
+
+
 def _shape(
     pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, *, has_states: bool
 ) -> CodedShape:

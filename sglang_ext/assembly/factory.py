@@ -30,6 +30,7 @@ from sglang_ext.assembly.draft_setup import (
     live_models,
     with_drafts,
 )
+from sglang_ext.assembly.early_checks import check_slots
 from sglang_ext.assembly.index_setup import index_facts
 from sglang_ext.assembly.key_setup import Trust, build_trust
 from sglang_ext.assembly.limits import record_bytes, tell_limits
@@ -150,7 +151,10 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     runner = ctx.tp_worker.model_runner
     drafts = draft_runners(runner)
-    pools = describe_pools(kv_pool, read_layers(runner) if ctx.is_hybrid_swa else None)
+    read = None
+    if ctx.is_hybrid_swa:
+        read = read_layers(runner.model_config.hf_text_config, runner.model)
+    pools = describe_pools(kv_pool, read)
     if drafts:
         pools = replace(pools, full=with_drafts(pools.full, drafts))
     pool = pools.full
@@ -434,11 +438,7 @@ def _build_store(
     num_ranks: int,
 ) -> tuple[PageStore, RecordTier | None]:
     num_slots = config.host_bytes // layout.slot_bytes
-    if num_slots < 2:
-        raise HierKVConfigError(
-            f"--hier-kv-host-size must hold at least 2 pages of {layout.slot_bytes} bytes a rank, "
-            f"got {config.host_size:g} GiB; give a larger size."
-        )
+    check_slots(num_slots, layout.slot_bytes, config.host_size)
     trust = build_trust(config)
     try:
         memory = None if one_copy is None else one_copy.memory

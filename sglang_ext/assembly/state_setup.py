@@ -8,6 +8,8 @@ from sglang_ext.device.layout import PageLayout
 from sglang_ext.device.states.snapshots import Snapshots, StatePool
 from sglang_ext.errors import HierKVConfigError
 
+_LEAST_STATES = 4
+
 
 def snapshots_of(ctx: Any, layout: PageLayout) -> Snapshots | None:
     """How the states of a model are stored; None of a model without.
@@ -52,12 +54,29 @@ def check_room(snapshots: Snapshots, num_slots: int) -> None:
     Raises:
         HierKVConfigError: one sentence.
     """
-    least = 4 * snapshots.num_parts
+    least = _LEAST_STATES * snapshots.num_parts
     if num_slots < least:
         raise HierKVConfigError(
             f"--hier-kv-host-size must hold at least {least} pages of "
             f"{snapshots.layout.slot_bytes} bytes, four states of this model, got {num_slots}; "
             "give a larger size."
+        )
+
+
+def check_state_bytes(state_bytes: int, host_bytes: int) -> None:
+    """The same before there are pools, of what four states take at least.
+
+    Args:
+        state_bytes: of one, on this rank; 0 of a model without.
+        host_bytes: of this rank's DRAM.
+
+    Raises:
+        HierKVConfigError: one sentence.
+    """
+    if host_bytes < _LEAST_STATES * state_bytes:
+        raise HierKVConfigError(
+            f"--hier-kv-host-size must hold at least {_LEAST_STATES * state_bytes} bytes a rank, "
+            f"four states of this model, got {host_bytes}; give a larger size."
         )
 
 

@@ -67,23 +67,23 @@ def ropes_of_parts(model: Any, pools: HybridPools, *, moves: bool) -> list[list[
     return [[ropes[layer] for layer in part] for part in groups.model_layers]
 
 
-def read_layers(runner: Any) -> set[int] | None:
+def read_layers(config: Any, model: Any) -> set[int] | None:
     """The layers whose KV some layer reads, where the last ones read that of others (Gemma 4).
 
     SGLang has rows for all of them. None: of a model without such layers, all.
 
     Args:
-        runner: SGLang's model runner, with the model.
+        config: of the model's text, as its files have it.
+        model: SGLang's, with weights or without.
 
     Raises:
         HierKVConfigError: which layers are read is not what the model's configuration says.
     """
-    config = runner.model_config.hf_text_config
     num_sharing = getattr(config, "num_kv_shared_layers", None) or 0
     if not num_sharing:
         return None
     expected = set(range(config.num_hidden_layers - num_sharing))
-    found = {each.layer_id for each in runner.model.modules() if type_of_attention(each)}
+    found = {each.layer_id for each in model.modules() if type_of_attention(each)}
     if found != expected:
         raise HierKVConfigError(
             f"--enable-hier-kv needs a model whose last {num_sharing} layers read the KV of "

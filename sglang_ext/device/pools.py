@@ -240,14 +240,31 @@ def _groups_of(
         for index in range(window.num_layers)
         for is_v, tensors in ((False, window.k), (True, window.v))
     ]
+    return BlockGroups(full=ids[0], window=ids[1], groups=_group(blocks, layout))
+
+
+def check_block_sizes(window_rows: tuple[int, int], layout: PageLayout) -> None:
+    """Refuses window layers of which K or V does not fit into a page, as their pools will be.
+
+    Args:
+        window_rows: bytes of a token's K and V in one of them.
+        layout: of the full layers' pages.
+
+    Raises:
+        HierKVConfigError: one sentence.
+    """
+    sizes = [block_bytes(row_bytes, layout.page_size) for row_bytes in window_rows]
+    _group([(Block(0, bool(is_v)), size) for is_v, size in enumerate(sizes)], layout)
+
+
+def _group(blocks: list[tuple[Block, int]], layout: PageLayout) -> tuple[tuple[Block, ...], ...]:
     try:
-        groups = group_blocks(blocks, layout.tail_offset - HEADER_BYTES)
+        return group_blocks(blocks, layout.tail_offset - HEADER_BYTES)
     except ValueError as error:
         raise HierKVConfigError(
             "--enable-hier-kv needs full layers whose page is as large as K or V of one window "
             f"layer, got {error}; leave the flag out for this model."
         ) from error
-    return BlockGroups(full=ids[0], window=ids[1], groups=groups)
 
 
 def with_layers_of(pool: DevicePool, other: DevicePool) -> DevicePool:

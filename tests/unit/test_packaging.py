@@ -38,6 +38,7 @@ PLUGIN_IMPORTS = {
 # The modules of the seam that import sglang; none outside does.
 SGLANG_MODULES = {
     "seam/cache",
+    "seam/expected_pages",
     "seam/hash_fallback",
     "seam/hooks/disaggregation",
     "seam/hooks/hooking",

@@ -225,7 +225,11 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.mem_cache.allocator.swa", "SWATokenToKVPoolAllocator"): (
             "translate_loc_from_full_to_swa set_full_to_swa_mapping free_swa_segment"
         ),
-        ("srt.configs.model_config", "ModelConfig"): "get_num_kv_heads get_swa_num_kv_heads",
+        ("srt.configs.model_config", "ModelConfig"): (
+            "get_num_kv_heads get_swa_num_kv_heads from_server_args"
+        ),
+        ("srt.configs.mamba_utils", "BaseLinearStateParams"): "mamba_cache_per_req",
+        ("srt.configs.granitemoehybrid", "GraniteMoeHybridConfig"): "mamba2_cache_params",
         ("srt.speculative.spec_info", "SpeculativeAlgorithm"): "is_none",
         ("srt.model_executor.forward_batch_info", "ForwardMode"): (
             "is_decode is_extend is_split_prefill"
@@ -259,7 +263,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "hf_config is_hybrid_swa is_encoder_decoder is_multimodal attention_arch "
             "attention_chunk_size is_hybrid_swa_compress head_dim v_head_dim swa_head_dim "
             "swa_v_head_dim full_attention_layer_ids swa_attention_layer_ids sliding_window_size "
-            "hf_text_config vocab_size num_attention_heads"
+            "hf_text_config vocab_size num_attention_heads kv_lora_rank qk_rope_head_dim "
+            "quantization dtype"
         ),
         ("srt.entrypoints.http_server", ""): "app",
         ("srt.utils.auth", "AuthLevel"): "ADMIN_OPTIONAL",

@@ -20,10 +20,23 @@ _ATTRIBUTE = "_hier_kv_draft_runners"
 _loading: ContextVar[Any] = ContextVar("loading", default=None)
 
 
-def register_model_hooks() -> None:
-    """Registers them; in a scheduler process, before the scheduler is built."""
+def register_model_hooks(check_before_weights: Callable[[Any, Any], None]) -> None:
+    """Registers them; in a scheduler process, before the scheduler is built.
+
+    Args:
+        check_before_weights: called with the target's runner and its model, as `check_layers` is.
+    """
     hook("sglang.srt.model_executor.model_runner.ModelRunner.load_model", _around_loading, "around")
-    hook("sglang.srt.model_loader.loader._initialize_model", _after_building)
+
+    def after_building(model: Any, *args: Any, **kwargs: Any) -> None:
+        runner = _loading.get()
+        if runner is None or runner.is_draft_worker:
+            return
+        if hasattr(runner.server_args, "_hier_kv"):
+            check_layers(runner, model)
+            check_before_weights(runner, model)
+
+    hook("sglang.srt.model_loader.loader._initialize_model", after_building)
     hook(
         "sglang.srt.speculative.base_spec_worker.BaseSpecWorker.init_hicache_draft_plan",
         _after_plan,
@@ -63,14 +76,6 @@ def _around_loading(load: Callable[..., Any], self: Any, *args: Any, **kwargs: A
         return load(self, *args, **kwargs)
     finally:
         _loading.reset(token)
-
-
-def _after_building(model: Any, *args: Any, **kwargs: Any) -> None:
-    runner = _loading.get()
-    if runner is None or runner.is_draft_worker:
-        return
-    if hasattr(runner.server_args, "_hier_kv"):
-        check_layers(runner, model)
 
 
 def _after_plan(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:

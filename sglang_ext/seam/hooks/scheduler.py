@@ -38,11 +38,14 @@ _OUT_OF_PLACE = "The prompt has tokens in it that stand for images where none of
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 
 
-def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
+def register_scheduler_hooks(
+    build_cache: Callable[[Any], Any], check_before_weights: Callable[[Any, Any], None]
+) -> None:
     """Registers everything that runs in a scheduler process. Without the flag none of it acts.
 
     Args:
         build_cache: makes the cache from what SGLang hands to a backend of its radix cache.
+        check_before_weights: looks at SGLang's model runner and its model without weights.
     """
     from sglang.srt.mem_cache import registry
 
@@ -69,7 +72,7 @@ def register_scheduler_hooks(build_cache: Callable[[Any], Any]) -> None:
         _after_internal_state,
     )
     hook(f"{_SCHEDULER}.process_batch_result", _before_result, "before")
-    register_model_hooks()
+    register_model_hooks(check_before_weights)
     register_disaggregation_hooks()
     register_weight_hooks()
     register_truncation_hooks()

@@ -17,6 +17,17 @@ def rank_place(ctx: Any) -> RankPlace:
     Raises:
         HierKVConfigError: ranks that work together in a way that is not served.
     """
+    return _place(ctx.tp_rank, ctx.tp_size)
+
+
+def place_of_ranks() -> RankPlace:
+    """The same before SGLang builds a tree."""
+    from sglang.srt.runtime_context import get_parallel
+
+    return _place(get_parallel().tp_rank, get_parallel().tp_size)
+
+
+def _place(tp_rank: int, tp_size: int) -> RankPlace:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
@@ -27,11 +38,11 @@ def rank_place(ctx: Any) -> RankPlace:
         }
     )
     if parallel.attn_dp_size > 1:
-        tp_rank, dp_rank = parallel.attn_tp_rank, parallel.attn_dp_rank
-        return RankPlace(tp_rank, parallel.attn_tp_size, dp_rank, parallel.attn_dp_size, True)
+        of_group = parallel.attn_tp_rank, parallel.attn_tp_size
+        return RankPlace(*of_group, parallel.attn_dp_rank, parallel.attn_dp_size, True)
     return RankPlace(
-        ctx.tp_rank,
-        ctx.tp_size,
+        tp_rank,
+        tp_size,
         parallel.dp_rank or 0,
         parallel.dp_size,
         num_nodes=parallel.nnodes,

@@ -11,9 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from runtime_cpu import launch
+from sglang_ext.codec.calibration.calibrate import profile_from_planes
+from sglang_ext.codec.calibration.hf_capture import float_to_bits
+from sglang_ext.codec.calibration.options import CalibrationOptions
 from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol
 from testkit.drafts.eagle import DRAFTS
 from testkit.published_model import TOKENIZER_FILES
@@ -678,6 +682,31 @@ def test_heads_that_data_parallel_attention_does_not_spread_are_refused_before_w
         "SGLang runs data parallel attention with (4 query heads a rank), got one with 2"
         in (found[-1])
     )
+    assert "Load weight end" not in log
+
+
+def test_dram_without_room_for_two_pages_is_refused_before_weights_load(tmp_path: Path) -> None:
+    args = ["--enable-hier-kv", "--hier-kv-host-size", "0.0004", "--max-total-tokens", "4096"]
+    log, code, _ = start_fails(args, tmp_path / "server.log")
+    assert code != 0
+    assert sentences(log), log[-4000:]
+    assert f"must hold at least 2 pages of {SLOT_BYTES} bytes a rank" in sentences(log)[-1]
+    assert "got 0.0004 GiB; give a larger size" in sentences(log)[-1]
+    assert "Load weight end" not in log
+
+
+def test_a_profile_of_another_model_is_refused_before_weights_load(tmp_path: Path) -> None:
+    values = np.random.default_rng(5).normal(size=(4, 600, 32)).astype(np.float32)
+    options = CalibrationOptions(max_block_channels=16)
+    planes = float_to_bits(values, "bf16")
+    profile = profile_from_planes([planes], "bf16", head_dim=16, options=options)
+    profile.save(tmp_path / "other.hkp")
+    args = ["--enable-hier-kv", *SMALL, "--hier-kv-disk-dir", str(tmp_path / "disk")]
+    args += ["--hier-kv-codec", "hier", "--hier-kv-profile", str(tmp_path / "other.hkp")]
+    log, code, _ = start_fails([*args, "--max-total-tokens", "4096"], tmp_path / "server.log")
+    assert code != 0
+    assert sentences(log), log[-4000:]
+    assert "--hier-kv-codec hier: " in sentences(log)[-1]
     assert "Load weight end" not in log
 
 

@@ -213,7 +213,7 @@ def test_pools_that_do_not_fit_together_are_refused(pool: Any, sentence: str) ->
 
 
 def test_which_layers_are_read_is_compared_with_the_configuration() -> None:
-    def runner(num_sharing: int | None, layers: list[int]) -> Any:
+    def read(num_sharing: int | None, layers: list[int]) -> set[int] | None:
         class Attention(torch.nn.Module):
             def __init__(self, layer_id: int) -> None:
                 super().__init__()
@@ -223,13 +223,13 @@ def test_which_layers_are_read_is_compared_with_the_configuration() -> None:
         config = SimpleNamespace(num_hidden_layers=5)
         if num_sharing is not None:
             config.num_kv_shared_layers = num_sharing
-        return SimpleNamespace(model=model, model_config=SimpleNamespace(hf_text_config=config))
+        return read_layers(config, model)
 
-    assert read_layers(runner(None, [0, 1])) is None
-    assert read_layers(runner(0, [0, 1])) is None
-    assert read_layers(runner(2, [0, 1, 2, 1, 2])) == {0, 1, 2}
+    assert read(None, [0, 1]) is None
+    assert read(0, [0, 1]) is None
+    assert read(2, [0, 1, 2, 1, 2]) == {0, 1, 2}
     with pytest.raises(HierKVConfigError, match=r"one that reads layers \[0, 1, 2, 3\]"):
-        read_layers(runner(2, [0, 1, 2, 3, 1]))
+        read(2, [0, 1, 2, 3, 1])
 
 
 @dataclasses.dataclass(frozen=True)
