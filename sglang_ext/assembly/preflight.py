@@ -43,6 +43,7 @@ def check_machine(config: HierKVConfig) -> None:
         if getattr(config, name):
             _check_file(flag_name(name), getattr(config, name))
     _check_levels(config)
+    _check_profile(config)
     build_trust(config)
     if config.remote_url:
         check_remote(config.remote_url, config.disk_dir)
@@ -183,6 +184,30 @@ def _check_levels(config: HierKVConfig) -> None:
             parse_level(codec, level)
         except CodecError as error:
             raise HierKVConfigError(f"--hier-kv-level: of {codec}, {error}.") from error
+
+
+def _check_profile(config: HierKVConfig) -> None:
+    """Refuses a profile that no codec takes, or that is none; of which model it is told later."""
+    if not config.profile:
+        return
+    # Imported late, as above.
+    from sglang_ext.codec.registry import kind_of
+
+    codecs = {config.record_codec, config.of_tier("codec", "remote")}
+    kinds = {codec_id: kind for codec_id in codecs if (kind := kind_of(codec_id)) is not None}
+    if not kinds:
+        used = " and ".join(sorted(codecs - {"none"}))
+        raise HierKVConfigError(
+            f"--hier-kv-profile has no effect with --hier-kv-codec {used}; leave it out."
+        )
+    for kind in kinds.values():
+        try:
+            kind.load(Path(config.profile))
+        except (OSError, CodecError) as error:
+            raise HierKVConfigError(
+                f"--hier-kv-profile {shown(config.profile)} cannot be used: {error}; make one with "
+                "`hier-kv calibrate` or leave it out."
+            ) from error
 
 
 def _check_log(text: str) -> None:

@@ -199,6 +199,17 @@ REFUSED_ARGUMENTS = {
         ["must not lie in each other"],
     ),
     "a store of one byte": (["--hier-kv-remote-url", "file://@/?size=1"], ["at least 64KB"]),
+    "a profile for nothing": (
+        [
+            *("--hier-kv-disk-dir", "@/disk", "--hier-kv-codec", "lossless"),
+            *("--hier-kv-profile", "@/file"),
+        ],
+        ["--hier-kv-profile has no effect with --hier-kv-codec lossless", "leave it out"],
+    ),
+    "a profile that is none": (
+        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-codec", "hier", "--hier-kv-profile", "@/file"],
+        ["--hier-kv-profile", "@/file", "cannot be used", "`hier-kv calibrate`"],
+    ),
     # What argparse itself refuses.
     "unknown rope": (["--hier-kv-rope", "post"], ["--hier-kv-rope", "'post'", "pre", "delta"]),
     "unknown policy": (["--hier-kv-write-policy", "lazy"], ["--hier-kv-write-policy", "'lazy'"]),
