@@ -31,6 +31,7 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.memory import available_bytes
 from sglang_ext.tiers.remote.password import ENV_PASSWORD
 
+_BELOW = "below"  # the details, one a line
 _GPU = Path("/dev/nvidiactl")
 _MIB = 1 << 20
 _SLOW_DISK = 500e6  # bytes a second
@@ -137,11 +138,11 @@ def check_sglang(place: Path | None = None) -> Check:
     told += [f"{one.symbol} is written differently (called only)" for one in verdict.called]
     details = [*map(str, verdict.broken), *differs, *told]
     allowed = os.environ.get(ALLOW_UNTESTED) == "1"
-    refusal = verdict.refusal(allow_untested=allowed)
+    refusal = verdict.refusal(allow_untested=allowed, others=_BELOW)
     if refusal:
         return Check("sglang", "refused", refusal, details)
     if not verdict.is_tested:
-        return Check("sglang", "warning", f"{verdict.warning()}.", details)
+        return Check("sglang", "warning", f"{verdict.warning(others=_BELOW)}.", details)
     return Check("sglang", "ok", f"SGLang {verdict.version}, tested; {len(SYMBOLS)} names agree.")
 
 
