@@ -7,11 +7,13 @@ import dataclasses
 import os
 import resource
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from sglang_ext.assembly.doctor.checkout import use_stand_ins
 from sglang_ext.assembly.doctor.listening import listening_problem
 from sglang_ext.assembly.doctor.machine_speed import measure_disk, measure_dram
 from sglang_ext.assembly.doctor.memory_nodes import memory_nodes
@@ -158,14 +160,18 @@ def _check_settings(config: HierKVConfig) -> Check:
 
 def _check_model(model_path: str, config: HierKVConfig) -> Check:
     """Whether such a model is served with these settings, by what SGLang would keep of it."""
+    use_stand_ins()
     try:
-        name = kind_of_folder(model_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what SGLang has no use for on this machine
+            name = kind_of_folder(model_path)
     except ImportError as error:
         if problem := folder_problem(model_path):
             return Check("model", "refused", problem)
         text = (
             f"SGLang cannot be imported here ({error}), so whether {model_path} is served is not "
-            "known; install what it needs, or look on the machine that will serve it."
+            "known; install what SGLang needs (pip install sglang), or look on the machine that "
+            "will serve it."
         )
         return Check("model", "warning", text)
     except Exception as error:  # whatever SGLang and transformers find wrong
