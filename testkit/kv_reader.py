@@ -28,9 +28,10 @@ _WAIT_S = 300.0
 Place = tuple[int | None, str, tuple[int, ...]]
 
 
-def publishing(endpoint: str) -> list[str]:
-    """Arguments of a server whose events come from there."""
+def publishing(endpoint: str, event_format: str = "default") -> list[str]:
+    """Arguments of a server whose events come from there, in one of SGLang's formats."""
     events = {"publisher": "zmq", "topic": "kv", "endpoint": endpoint, "bind": True}
+    events["format"] = event_format
     return ["--kv-events-config", json.dumps(events)]
 
 
@@ -180,7 +181,7 @@ class KvReader:
                 raise TimeoutError("the events never told what was waited for")
             time.sleep(0.01)
 
-    def prefix(self, ids: Sequence[int], page_size: int, media: set[str]) -> int:
+    def prefix(self, ids: Sequence[int], page_size: int, media: set[str], salt: str = "") -> int:
         """`KvIndex.prefix`."""
         with self.lock:
-            return self.index.prefix(ids, page_size, media)
+            return self.index.prefix(ids, page_size, media, salt)

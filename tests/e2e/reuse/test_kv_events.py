@@ -48,10 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, endpoint: str) -> Iterator[
 def test_a_router_knows_what_a_request_reuses(server: Server, endpoint: str) -> None:
     prompts = list(real_prompts([PROMPT_TOKENS] * NUM_PROMPTS))
     with KvReader(endpoint) as reader:
-        for ids in real_prompts([2 * PAGE] * 500, seed=99):  # until it has joined
-            _ask(server, ids)
-            if reader.has_heard:
-                break
+        _join(server, reader)
         for number, ids in enumerate(prompts):
             _ask(server, ids)
             if number % 10 == 9:  # half of what DRAM holds: more might find no room
@@ -90,10 +87,7 @@ def test_what_lies_on_disk_is_told_of_as_in_dram_where_that_is_asked_for(tmp_pat
         Server(args, log_path=tmp_path / "server.log", stop="kill") as server,
         KvReader(endpoint) as reader,
     ):
-        for ids in real_prompts([2 * PAGE] * 500, seed=99):  # until it has joined
-            _ask(server, ids)
-            if reader.has_heard:
-                break
+        _join(server, reader)
         for ids in prompts:
             _ask(server, ids)
             settled(server)
@@ -106,6 +100,41 @@ def test_what_lies_on_disk_is_told_of_as_in_dram_where_that_is_asked_for(tmp_pat
         assert all(sum(each.values()) == whole for each in reused), reused
 
 
-def _ask(server: Server, ids: list[int]) -> dict[str, int]:
+def test_in_the_format_of_dynamos_router_tenants_have_names_of_their_own(tmp_path: Path) -> None:
+    """In SGLang's own one the same tokens have one name, whoever's they are."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    args = [*hier_args(tmp_path, host_pages=60, disk_gb=0), "--page-size", str(PAGE)]
+    args += ["--max-running-requests", "1", *publishing(endpoint, "dynamo")]
+    whole = PROMPT_TOKENS // PAGE * PAGE
+    [ids] = real_prompts([PROMPT_TOKENS], seed=5)
+    with (
+        Server(args, log_path=tmp_path / "server.log", stop="kill") as server,
+        KvReader(endpoint) as reader,
+    ):
+        _join(server, reader)
+        for salt, others in (("a", ("b", "")), ("b", ("",))):
+            assert sum(_ask(server, ids, cache_salt=salt).values()) == 0
+            reader.until(lambda index, own=salt: index.prefix(ids, PAGE, DRAM, own) == whole)
+            assert [reader.prefix(ids, PAGE, DRAM, other) for other in others] == [0] * len(others)
+        with reader.lock:
+            names = [set(reader.index.blocks(ids, PAGE, salt)) for salt in "ab"]
+        assert len(names[0] | names[1]) == 2 * whole // PAGE
+        flush_device(server)
+        reader.until(lambda index: not any("GPU" in media for media in index.media.values()))
+        for salt in ("a", "b", ""):
+            known = reader.prefix(ids, PAGE, DRAM, salt)
+            reused = _ask(server, ids, cache_salt=salt) if salt else _ask(server, ids)
+            assert sum(reused.values()) == known == (whole if salt else 0), (salt, reused)
+
+
+def _join(server: Server, reader: KvReader) -> None:
+    """Asks until the reader has joined."""
+    for ids in real_prompts([2 * PAGE] * 500, seed=99):
+        _ask(server, ids)
+        if reader.has_heard:
+            return
+
+
+def _ask(server: Server, ids: list[int], **fields: str) -> dict[str, int]:
     """Reused tokens by tier."""
-    return by_tier(server.generate(input_ids=ids, sampling_params={"max_new_tokens": 1}))
+    return by_tier(server.generate(input_ids=ids, sampling_params={"max_new_tokens": 1}, **fields))
