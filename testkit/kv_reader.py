@@ -181,7 +181,7 @@ class KvReader:
                 raise TimeoutError("the events never told what was waited for")
             time.sleep(0.01)
 
-    def prefix(self, ids: Sequence[int], page_size: int, media: set[str], salt: str = "") -> int:
+    def prefix(self, ids: Sequence[int], page_size: int, media: set[str]) -> int:
         """`KvIndex.prefix`."""
         with self.lock:
-            return self.index.prefix(ids, page_size, media, salt)
+            return self.index.prefix(ids, page_size, media)
