@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from prometheus_client.parser import text_string_to_metric_families
+
 from runtime_cpu import launch
 from testkit.ports import free_port
 from testkit.remote.processes import EndedWithBlock, Process, ServerError
@@ -41,8 +43,10 @@ class Gateway(EndedWithBlock):
         self._folder = folder
         port, metrics_port = free_port(), free_port()
         self.url, self._num_servers = f"http://127.0.0.1:{port}", len(servers)
+        self._metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
         self._processes: list[Process] = []
         ports = [free_port() for _ in servers]
+        self._workers = [f"grpc://127.0.0.1:{each}" for each in ports]
         common = ["--model-path", str(TINYLM), "--page-size", str(page_size), "--smg-grpc-mode"]
         # The warm-up asks for tokens that the bundled model lacks.
         common += ["--skip-server-warmup", "--served-model-name", _MODEL]
@@ -66,7 +70,7 @@ class Gateway(EndedWithBlock):
         command += ["--port", str(port), "--prometheus-port", str(metrics_port)]
         command += ["--policy", policy, "--block-size", str(page_size)]
         command += ["--model-path", str(TINYLM), "--worker-startup-check-interval", "1"]
-        command += ["--worker-urls", *(f"grpc://127.0.0.1:{each}" for each in ports)]
+        command += ["--worker-urls", *self._workers]
         self._processes.append(Process(command, folder / "gateway.log"))
 
     def __enter__(self) -> Gateway:
@@ -91,6 +95,23 @@ class Gateway(EndedWithBlock):
         answer = self._ask("/v1/chat/completions", {**body, "temperature": 0})
         assert isinstance(answer, dict)
         return answer
+
+    def by_server(self, metric: str) -> list[int]:
+        """What the gateway's own metric is of each server; 0 of one that it is not told of."""
+        found = self._metric(metric, "worker")
+        return [found.get(worker, 0) for worker in self._workers]
+
+    def routed(self) -> dict[str, int]:
+        """How many requests `cache_aware` sent for which reason: `event_hit`, `event_miss`..."""
+        return self._metric("smg_cache_aware_policy_branch_total", "branch")
+
+    def _metric(self, name: str, label: str) -> dict[str, int]:
+        """Its samples, by the value of a label."""
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with opener.open(self._metrics_url, timeout=60.0) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        samples = [one for family in families for one in family.samples if one.name == name]
+        return {one.labels[label]: int(one.value) for one in samples}
 
     def _ask(self, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()

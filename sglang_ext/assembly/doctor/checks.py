@@ -7,11 +7,13 @@ import dataclasses
 import os
 import resource
 import tempfile
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from sglang_ext.assembly.doctor.checkout import use_stand_ins
 from sglang_ext.assembly.doctor.listening import listening_problem
 from sglang_ext.assembly.doctor.machine_speed import measure_disk, measure_dram
 from sglang_ext.assembly.doctor.memory_nodes import memory_nodes
@@ -31,6 +33,7 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.memory import available_bytes
 from sglang_ext.tiers.remote.password import ENV_PASSWORD
 
+_BELOW = "below"  # the details, one a line
 _GPU = Path("/dev/nvidiactl")
 _MIB = 1 << 20
 _SLOW_DISK = 500e6  # bytes a second
@@ -137,11 +140,11 @@ def check_sglang(place: Path | None = None) -> Check:
     told += [f"{one.symbol} is written differently (called only)" for one in verdict.called]
     details = [*map(str, verdict.broken), *differs, *told]
     allowed = os.environ.get(ALLOW_UNTESTED) == "1"
-    refusal = verdict.refusal(allow_untested=allowed)
+    refusal = verdict.refusal(allow_untested=allowed, others=_BELOW)
     if refusal:
         return Check("sglang", "refused", refusal, details)
     if not verdict.is_tested:
-        return Check("sglang", "warning", f"{verdict.warning()}.", details)
+        return Check("sglang", "warning", f"{verdict.warning(others=_BELOW)}.", details)
     return Check("sglang", "ok", f"SGLang {verdict.version}, tested; {len(SYMBOLS)} names agree.")
 
 
@@ -157,14 +160,18 @@ def _check_settings(config: HierKVConfig) -> Check:
 
 def _check_model(model_path: str, config: HierKVConfig) -> Check:
     """Whether such a model is served with these settings, by what SGLang would keep of it."""
+    use_stand_ins()
     try:
-        name = kind_of_folder(model_path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of what SGLang has no use for on this machine
+            name = kind_of_folder(model_path)
     except ImportError as error:
         if problem := folder_problem(model_path):
             return Check("model", "refused", problem)
         text = (
             f"SGLang cannot be imported here ({error}), so whether {model_path} is served is not "
-            "known; install what it needs, or look on the machine that will serve it."
+            "known; install what SGLang needs (pip install sglang), or look on the machine that "
+            "will serve it."
         )
         return Check("model", "warning", text)
     except Exception as error:  # whatever SGLang and transformers find wrong

@@ -6,12 +6,14 @@ import ast
 import hashlib
 import re
 import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import NamedTuple
 
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _PACKAGE = "sglang"
+_NAMED = 3  # parameters of each kind
 
 
 class ContractError(ValueError):
@@ -28,6 +30,24 @@ class Shape(NamedTuple):
 
     signature: str
     body: str
+
+    def against(self, expected: Shape) -> str:
+        """What of its signature is not as expected, in a few words: it may have 60 parameters."""
+        if not self.signature:
+            return "is not a function"
+        (kind, given), (known_kind, known) = map(_parameters, (self.signature, expected.signature))
+        names, known_names = ({one.strip("*="): None for one in each} for each in (given, known))
+        groups = {
+            "missing": [name for name in known_names if name and name not in names],
+            "new": [name for name in names if name and name not in known_names],
+        }
+        found = [f"{what}: {at_most(group, _NAMED)}" for what, group in groups.items() if group]
+        if kind != known_kind:
+            found.append(f"{kind or 'plain'} instead of {known_kind or 'plain'}")
+        if not found:
+            moved = [one for one, other in zip_longest(given, known) if one and one != other]
+            found.append(f"in another place or with another default: {at_most(moved, _NAMED)}")
+        return f"takes other parameters ({'; '.join(found)})"
 
 
 class SGLangSource:
@@ -168,6 +188,18 @@ def _assigned_attributes(holder: ast.ClassDef) -> set[str]:
         and isinstance(node.value, ast.Name)
         and node.value.id == "self"
     }
+
+
+def at_most(words: Sequence[str], number: int) -> str:
+    """So many of them, and how many more there are."""
+    shown, more = ", ".join(words[:number]), len(words) - number
+    return f"{shown} and {more} more" if more > 0 else shown
+
+
+def _parameters(signature: str) -> tuple[str, list[str]]:
+    """What a function is, and its parameters."""
+    kind, _, inner = signature.partition("(")
+    return kind.strip(), inner.removesuffix(")").split(", ")
 
 
 def _signature(function: _Function) -> str:

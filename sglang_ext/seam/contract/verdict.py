@@ -14,7 +14,7 @@ from typing import Any
 from packaging.version import InvalidVersion, Version
 
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.seam.contract.source import ContractError, SGLangSource, Shape
+from sglang_ext.seam.contract.source import ContractError, SGLangSource, Shape, at_most
 from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol, Use
 
 logger = logging.getLogger(__name__)
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 TESTED_FILE = Path(__file__).with_name("tested.json")
 ALLOW_UNTESTED = "SGLANG_HIER_KV_ALLOW_UNTESTED"
 _NAMED_AT_MOST = 3  # in a sentence; `hier-kv doctor` lists all
+_BY_DOCTOR = "`hier-kv doctor` lists them"
 
 
 @dataclass(frozen=True)
@@ -61,28 +62,39 @@ class ContractReport:
         differs = self.broken or self.unproven or self.changed or self.called
         return self.version == self.reference and not differs
 
-    def refusal(self, *, allow_untested: bool) -> str:
-        """Why the plugin does not run with it, a sentence; empty where it does."""
+    def refusal(self, *, allow_untested: bool, others: str = _BY_DOCTOR) -> str:
+        """Why the plugin does not run with it, a sentence; empty where it does.
+
+        Args:
+            allow_untested: whether the operator runs what was not tested.
+            others: where names are found that the sentence has no room for.
+        """
         if self.broken:
             return (
                 f"--enable-hier-kv needs SGLang as in {self.reference}; of SGLang {self.version} "
-                f"{_listed(self.broken)}; install sglang=={self.reference}."
+                f"{_listed(self.broken, others)}; install sglang=={self.reference}."
             )
         if self.unproven and not allow_untested:
             return (
                 f"--enable-hier-kv rests on code of SGLang {self.reference}; of SGLang "
-                f"{self.version} {_names(self.unproven)} differ; install "
+                f"{self.version} {_names(self.unproven, others)} differ; install "
                 f"sglang=={self.reference}, or set {ALLOW_UNTESTED}=1 to run untested."
             )
         return ""
 
-    def warning(self) -> str:
-        """What an operator should know who runs it all the same; empty where nothing."""
+    def warning(self, *, others: str = _BY_DOCTOR) -> str:
+        """What an operator should know who runs it all the same; empty where nothing.
+
+        Args:
+            others: as of `refusal`.
+        """
         if self.is_tested:
             return ""
         differs = [*self.unproven, *self.changed, *self.called]
         found = (
-            f"{_names(differs)} differ" if differs else f"all {len(SYMBOLS)} names are as tested"
+            f"{_names(differs, others)} differ"
+            if differs
+            else f"all {len(SYMBOLS)} names are as tested"
         )
         return (
             f"SGLang {self.version} was not tested with this plugin; compared with "
@@ -122,8 +134,7 @@ def _compare(verdict: ContractReport, symbol: Symbol, expected: Shape, found: Sh
     elif symbol.use is Use.NAMED:
         return
     elif found.signature != expected.signature:
-        what = f"takes {found.signature or 'no call'}, expected {expected.signature}"
-        verdict.broken.append(Finding(symbol, what))
+        verdict.broken.append(Finding(symbol, found.against(expected)))
     elif found.body != expected.body:
         groups = {Use.FOLLOWED: verdict.unproven, Use.CALLED: verdict.called}
         groups.get(symbol.use, verdict.changed).append(Finding(symbol, "is written differently"))
@@ -187,11 +198,10 @@ def check_contract() -> None:
         logger.warning("hier-kv: %s", verdict.warning())
 
 
-def _listed(findings: Sequence[object]) -> str:
-    shown = ", ".join(str(finding) for finding in findings[:_NAMED_AT_MOST])
-    more = len(findings) - _NAMED_AT_MOST
-    return f"{shown} and {more} more (`hier-kv doctor` lists them)" if more > 0 else shown
+def _listed(findings: Sequence[object], others: str) -> str:
+    shown = at_most([str(finding) for finding in findings], _NAMED_AT_MOST)
+    return f"{shown} ({others})" if len(findings) > _NAMED_AT_MOST else shown
 
 
-def _names(findings: Sequence[Finding]) -> str:
-    return _listed([finding.symbol for finding in findings])
+def _names(findings: Sequence[Finding], others: str) -> str:
+    return _listed([finding.symbol for finding in findings], others)

@@ -48,10 +48,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, endpoint: str) -> Iterator[
 def test_a_router_knows_what_a_request_reuses(server: Server, endpoint: str) -> None:
     prompts = list(real_prompts([PROMPT_TOKENS] * NUM_PROMPTS))
     with KvReader(endpoint) as reader:
-        for ids in real_prompts([2 * PAGE] * 500, seed=99):  # until it has joined
-            _ask(server, ids)
-            if reader.has_heard:
-                break
+        _join(server, reader)
         for number, ids in enumerate(prompts):
             _ask(server, ids)
             if number % 10 == 9:  # half of what DRAM holds: more might find no room
@@ -90,10 +87,7 @@ def test_what_lies_on_disk_is_told_of_as_in_dram_where_that_is_asked_for(tmp_pat
         Server(args, log_path=tmp_path / "server.log", stop="kill") as server,
         KvReader(endpoint) as reader,
     ):
-        for ids in real_prompts([2 * PAGE] * 500, seed=99):  # until it has joined
-            _ask(server, ids)
-            if reader.has_heard:
-                break
+        _join(server, reader)
         for ids in prompts:
             _ask(server, ids)
             settled(server)
@@ -106,6 +100,49 @@ def test_what_lies_on_disk_is_told_of_as_in_dram_where_that_is_asked_for(tmp_pat
         assert all(sum(each.values()) == whole for each in reused), reused
 
 
-def _ask(server: Server, ids: list[int]) -> dict[str, int]:
+def test_in_the_format_of_dynamos_router_tenants_have_names_of_their_own(tmp_path: Path) -> None:
+    """In SGLang's own one the same tokens have one name, whoever's they are."""
+    endpoint = f"tcp://127.0.0.1:{free_port()}"
+    args = [*hier_args(tmp_path, host_pages=60, disk_gb=0), "--page-size", str(PAGE)]
+    args += ["--max-running-requests", "1", *publishing(endpoint, "dynamo")]
+    whole = PROMPT_TOKENS // PAGE * PAGE
+    [ids] = real_prompts([PROMPT_TOKENS], seed=5)
+    with (
+        Server(args, log_path=tmp_path / "server.log", stop="kill") as server,
+        KvReader(endpoint) as reader,
+    ):
+        _join(server, reader)
+        names: list[set[int]] = [set()]
+        for tenant in "ab":
+            assert sum(_ask(server, ids, extra_key=tenant).values()) == 0
+            reader.until(
+                lambda index, others=names[-1]: (
+                    index.prefix(ids, PAGE, DRAM) == whole
+                    and others.isdisjoint(index.blocks(ids, PAGE))
+                )
+            )
+            with reader.lock:
+                names.append(set(reader.index.blocks(ids, PAGE)))
+        flush_device(server)
+        reader.until(lambda index: not any("GPU" in media for media in index.media.values()))
+        with reader.lock:
+            assert all(reader.index.media[name] == DRAM for each in names for name in each)
+        assert [sum(_ask(server, ids, extra_key=tenant).values()) for tenant in "abc"] == [
+            *(whole, whole, 0)
+        ]
+        flush_device(server)
+        server.post("/hicache/storage-backend/clear")
+        reader.until(lambda index: not index.media)
+
+
+def _join(server: Server, reader: KvReader) -> None:
+    """Asks until the reader has joined."""
+    for ids in real_prompts([2 * PAGE] * 500, seed=99):
+        _ask(server, ids)
+        if reader.has_heard:
+            return
+
+
+def _ask(server: Server, ids: list[int], **fields: str) -> dict[str, int]:
     """Reused tokens by tier."""
-    return by_tier(server.generate(input_ids=ids, sampling_params={"max_new_tokens": 1}))
+    return by_tier(server.generate(input_ids=ids, sampling_params={"max_new_tokens": 1}, **fields))

@@ -8,6 +8,7 @@ import os
 import re
 import resource
 import socket
+import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -236,7 +237,9 @@ def test_another_release_is_looked_at_and_every_difference_is_listed(
     assert status == 1
     assert checks["sglang"]["details"] == [f"{symbol} is missing" for symbol in gone]
     assert main(["doctor", "--contract", str(copy.folder)]) == 1
-    assert str(gone[-1]) in capsys.readouterr().out
+    first, *others = capsys.readouterr().out.splitlines()
+    assert f"{len(gone) - 3} more (below); install" in first
+    assert [line.strip() for line in others] == [f"{symbol} is missing" for symbol in gone]
     status, checks = run(capsys, "--contract", str(tmp_path / "nothing"))
     assert status == 1
     assert "a folder or wheel of SGLang was expected" in checks["sglang"]["text"]
@@ -400,6 +403,25 @@ def test_what_is_no_model_is_refused_where_sglang_cannot_be_imported(
     assert "there is no such folder" in checks["model"]["text"]
     status, checks = run(capsys, *SMALL, "--model-path", "meta-llama/Llama-3.1-8B")
     assert (status, checks["model"]["state"]) == (0, "warning")
+
+
+def test_in_a_checkout_without_a_gpu_it_says_whether_a_model_is_served() -> None:
+    """The command itself: what tests put on the path, and servers are given, it does not have."""
+    command = [Path(sys.executable).with_name("hier-kv"), "doctor", *SMALL]
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE")
+    }
+    done = subprocess.run(
+        [*map(str, command), "--model-path", str(TINYLM)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\nmodel: ok. Of it SGLang keeps K and V of every head" in done.stdout
 
 
 def test_code_of_a_model_is_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

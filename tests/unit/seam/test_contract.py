@@ -18,7 +18,7 @@ import pytest
 from runtime_cpu import inprocess
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract import verdict as verdict_module
-from sglang_ext.seam.contract.source import ContractError, SGLangSource
+from sglang_ext.seam.contract.source import ContractError, SGLangSource, Shape
 from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol, Use
 from sglang_ext.seam.contract.verdict import (
     ContractReport,
@@ -71,8 +71,44 @@ def test_another_parameter_is_refused(tmp_path: Path, name: str) -> None:
     copy = SglangCopy(tmp_path)
     copy.add_parameter(named(name))
     refusal = look(copy).refusal(allow_untested=True)
-    assert f"{named(name)} takes (" in refusal
-    assert "hurry" in refusal
+    assert f"{named(name)} takes other parameters (new: hurry); install" in refusal
+
+
+@pytest.mark.parametrize(
+    ("found", "expected", "told"),
+    [
+        ("", "(a)", "is not a function"),
+        ("(a, *, b=)", "(a, *, b=, c)", "(missing: c)"),
+        ("(a, d, e=, f, g)", "(a, *b, **c)", "(missing: b, c; new: d, e, f and 1 more)"),
+        ("classmethod (a)", "(a)", "(classmethod instead of plain)"),
+        ("(a, b=)", "async (a)", "(new: b; plain instead of async)"),
+        ("(a, c, b)", "(a, b, c)", "(in another place or with another default: c, b)"),
+        ("(a, b)", "(a, b=)", "(in another place or with another default: b)"),
+        ("(a, *, b)", "(a, b)", "(in another place or with another default: *, b)"),
+        ("()", "(a)", "(missing: a)"),
+    ],
+)  # fmt: skip
+def test_what_differs_of_a_signature_is_told_in_few_words(
+    found: str, expected: str, told: str
+) -> None:
+    text = Shape(found, "").against(Shape(expected, ""))
+    assert text == told or text == f"takes other parameters {told}"
+
+
+def test_however_much_is_broken_it_is_one_short_sentence(tmp_path: Path) -> None:
+    """Of three names, one of them with all of its 60 parameters: where they are was a page."""
+    copy = SglangCopy(tmp_path, UNTESTED)
+    for name in ("Scheduler.run_batch", "Req.__init__", "UnifiedRadixCache.match_prefix"):
+        copy.add_parameter(named(name))
+    three = look(copy).refusal(allow_untested=True)
+    assert three.count("(new: hurry)") == 3
+    assert "doctor" not in three
+    for name in ("get_storage_hash_str", "UnifiedRadixCache.is_root"):
+        copy.add_parameter(named(name))
+    report = look(copy)
+    assert "and 2 more (`hier-kv doctor` lists them)" in report.refusal(allow_untested=True)
+    assert "and 2 more (below)" in report.refusal(allow_untested=True, others="below")
+    assert len(report.refusal(allow_untested=True)) < 700
 
 
 def test_other_code_in_what_is_overridden_runs_only_when_told_so(tmp_path: Path) -> None:
