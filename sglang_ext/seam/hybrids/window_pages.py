@@ -194,7 +194,8 @@ class WindowPages(ResumablePages):
             needed = own | {num_prompt // size} | {node.end for node in nodes if node.parts}
         if not gone_on and not needed:
             return None
-        return partial(self._note_turn, space, path, gone_on, needed)
+        # What was let leave once, and is an end of this turn, too, stays again.
+        return partial(self._note_turn, space, path, gone_on | needed & own, needed)
 
     def _note_turn(
         self, space: KeySpace, path: Hashes, gone_on: set[int], needed: set[int]
@@ -207,13 +208,14 @@ class WindowPages(ResumablePages):
         Args:
             space: the request's.
             path: u8 `[N, 32]`, its pages from the root on.
-            gone_on: pages behind which it went on.
+            gone_on: pages behind which it went on, or would now.
             needed: pages behind which others are likely to; none while it runs.
         """
         lookahead = self._store.lookahead
         assert lookahead is not None
         if gone_on:
-            lookahead.went_on(space, self._layers.entries(path[self._in_windows(gone_on)]))
+            ends = {end for end in gone_on if end <= len(path)}
+            lookahead.went_on(space, self._layers.entries(path[self._in_windows(ends)]))
         last = path[self._layers.window_of(len(path))]
         if not needed or not self._has_windows(space, last, STORED, ANY).all():
             return

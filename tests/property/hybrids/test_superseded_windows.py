@@ -179,7 +179,9 @@ def _check_needed(world: WindowWorld, turns: list[Request]) -> None:
     paths = [world.keys(turn.tokens, None, None)[: _num_pages(turn)] for turn in turns]
     for number, (turn, path) in enumerate(zip(turns, paths, strict=True)):
         needed: set[int] = set()
-        if not any(other[: len(path)] == path for other in paths[number + 1 :]):
+        # Who parts from its last page goes on with it: that may be of an answer's last tokens.
+        most = len(path) - 1
+        if not any(other[:most] == path[:most] for other in paths[number + 1 :]):
             needed = _own_ends(turn)
         for other in paths:
             pairs = zip(path, other, strict=False)
