@@ -177,6 +177,8 @@ def _next_turn(
 def _check_needed(world: WindowWorld, turns: list[Request]) -> None:
     """No window that somebody may go on behind is the first to leave."""
     paths = [world.keys(turn.tokens, None, None)[: _num_pages(turn)] for turn in turns]
+    # Elsewhere nobody can go on, but by the chance that two windows make up a third.
+    places = {end for turn in turns for end in _own_ends(turn) | {turn.num_loaded // PAGE}}
     for number, (turn, path) in enumerate(zip(turns, paths, strict=True)):
         needed: set[int] = set()
         # Who parts from its last page goes on with it: that may be of an answer's last tokens.
@@ -187,7 +189,7 @@ def _check_needed(world: WindowWorld, turns: list[Request]) -> None:
             pairs = zip(path, other, strict=False)
             common = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
             # A path that ends within a page of there may be the turn before.
-            if min(len(path), len(other)) >= common + 2:
+            if min(len(path), len(other)) >= common + 2 and common in places:
                 needed.add(common)
         leave = _kept(world, turn)[1] & _read(world, needed)
         assert not leave, (number, sorted(needed), sorted(leave))
