@@ -358,10 +358,10 @@ class HierKVRadixCache(UnifiedRadixCache):
             super().checkpoint(req, up_to=up_to, **kwargs)
         if not has_nameable_pages(req):
             space = None  # the tree has others' images in the place of its own
+        behind_saves = None
         if space is not None and self.linker.windows is not None:
             placed = partial(self.truncated.place_of_save, req)
-            self.linker.windows.save(req, space, up_to, placed)
-        behind_saves = None
+            behind_saves = self.linker.windows.save(req, space, up_to, placed)
         if space is not None and self.linker.states is not None:
             behind_saves = self.linker.states.save(req, space, up_to)
         if space is not None and req.finished():

@@ -28,6 +28,7 @@ class TreeNode(NamedTuple):
         end: behind its last page.
         hashes: of its pages.
         window_rows: `[(end - first) * P]`, rows of the window layers' pool; None where they left.
+        parts: whether several paths go on behind it.
     """
 
     node_id: Any
@@ -35,6 +36,7 @@ class TreeNode(NamedTuple):
     end: int
     hashes: Sequence[str]
     window_rows: torch.Tensor | None
+    parts: bool
 
 
 class StateNode(NamedTuple):
@@ -105,7 +107,8 @@ class RadixTree:
             if rows is not None and len(rows) != len(node.key):
                 rows = None  # which pages such rows are of is not said
             end = first + len(node.key) // self.page_size
-            path.append(TreeNode(node.id, first, end, node.hash_value, rows))
+            parts = len(node.children) > 1
+            path.append(TreeNode(node.id, first, end, node.hash_value, rows, parts))
         return num_pages, path
 
     def state_path(self, key: Any) -> list[StateNode]:

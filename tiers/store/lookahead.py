@@ -316,24 +316,41 @@ class LookAhead:
         table.counters.add("demoted_pages", num)
         return num
 
-    def let_leave(self, space: KeySpace, behind: Hashes, parts: Hashes) -> None:
-        """States that later ones made hardly worth their bytes are the first to leave both tiers.
+    def let_leave(self, space: KeySpace, beside: Hashes, parts: Hashes) -> None:
+        """Parts of hybrids that later ones made hardly worth their bytes leave both tiers first.
 
-        Until they are used. Those behind pages that other paths share stay as they are.
+        Until they are used; what DRAM alone has is not written for leaving it. Those of pages that
+        other paths share stay as they are.
 
         Args:
             space: namespace and adapter.
-            behind: u8 `[N, 32]`, the pages that they are behind.
-            parts: u8 `[N, parts, 32]`, theirs.
+            beside: u8 `[N, 32]`, the full layers' page that each belongs to.
+            parts: u8 `[N, 32]`, in the order of their path.
         """
         table, num = self._table, 0
         with table.lock:
-            shared = self._policy.are_shared(table.index.lookup(behind, space.number))
-            rows = table.index.lookup(parts[~shared].reshape(-1, 32), space.number)
+            shared = self._policy.are_shared(table.index.lookup(beside, space.number))
+            rows = table.index.lookup(parts[~shared], space.number)
+            rows = table.order.demotable(rows[rows >= 0])
             for order in (table.order, table.disk_order):
                 if order is not None:
-                    num += order.demote(rows[rows >= 0])
+                    num += order.demote(rows)
+            self._spills.spare(rows)
         table.counters.add("superseded_pages", num)
+
+    def went_on(self, space: KeySpace, parts: Hashes) -> None:
+        """A prompt went on behind parts of hybrids: they are not the first to leave any more.
+
+        Args:
+            space: namespace and adapter.
+            parts: u8 `[N, 32]`, in the order of their path.
+        """
+        table = self._table
+        with table.lock:
+            rows = table.index.lookup(parts, space.number)
+            rows = rows[rows >= 0]
+            table.touch(rows)
+            self._spills.used(space, rows)
 
     @property
     def num_pinned(self) -> int:

@@ -208,5 +208,6 @@ class StatePages(ResumablePages):
         """
         if self._store.lookahead is not None and self._is_stored(space, path[-1:]):
             at = [end - 1 for end in sorted(ends)]
-            parts = np.stack([self._snapshots.entries(path[page]) for page in at])
-            self._store.lookahead.let_leave(space, path[at], parts)
+            parts = np.concatenate([self._snapshots.entries(path[page]) for page in at])
+            beside = np.repeat(path[at], self._snapshots.num_parts, axis=0)
+            self._store.lookahead.let_leave(space, beside, parts)

@@ -3,12 +3,14 @@
 SGLang's tree goes on behind a prefix only where the window layers' KV of the last window is there.
 It is saved where a prompt is likely to be resumed: at the end of a prompt and of its answer, where
 a request went on behind another's prefix, and where it would have if the window had been there.
+When a turn of a conversation ends, what only the turns before it needed is the first to leave.
 Scheduler's thread only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -150,7 +152,9 @@ class WindowPages(ResumablePages):
         furthest = max(device + num_stored, result.full_kv_hit_length // size)
         state_of(req).resume_pages = {device, furthest} - {0}
 
-    def save(self, req: Any, space: KeySpace, up_to: int, placed: Placed) -> None:
+    def save(
+        self, req: Any, space: KeySpace, up_to: int, placed: Placed
+    ) -> Callable[[], None] | None:
         """Saves the windows at which a request's prompt may be resumed.
 
         Args:
@@ -158,21 +162,74 @@ class WindowPages(ResumablePages):
             space: the request's.
             up_to: tokens of it that are in the tree at most.
             placed: says of a place and a number of pages there what of it need not be stored.
+
+        Returns:
+            What is to be called, in any thread, when these saves are done and the placement policy
+            has been told of the request; None where nothing is.
         """
         state = find_state(req)
         ends = set() if state is None else set(state.resume_pages)
         size = self._layers.page_size
-        if up_to >= len(req.origin_input_ids):  # between chunks nobody goes on
-            # The same prompt again computes its last token, so it resumes before that.
-            ends |= {up_to // size, (len(req.origin_input_ids) - 1) // size} - {0}
+        num_prompt = len(req.origin_input_ids)
+        # Between chunks nobody goes on. The same prompt again computes its last token, so it
+        # resumes before that.
+        own = {up_to // size, (num_prompt - 1) // size} - {0} if up_to >= num_prompt else set()
+        ends |= own
         if not ends:
-            return
+            return None
         num_pages, nodes = self._tree.window_path(request_key(req, up_to, size))
         for end in sorted(ends):
             if end <= num_pages:
                 self._save_end(space, nodes, end, placed)
+        gone_on: set[int] = set()
         if state is not None:
-            state.resume_pages = {end for end in state.resume_pages if end > num_pages}
+            gone_on = {end for end in state.resume_pages if end <= num_pages}
+            state.resume_pages -= gone_on
+        if self._store.lookahead is None or not nodes:
+            return None
+        path = hashes_from_hex([page for node in nodes for page in node.hashes][:num_pages])
+        needed: set[int] = set()
+        # Of what a decode server was sent it is not known where paths part.
+        if own and req.finished() and (state is None or state.received is None):
+            needed = own | {num_prompt // size} | {node.end for node in nodes if node.parts}
+        if not gone_on and not needed:
+            return None
+        # What was let leave once, and is an end of this turn, too, stays again.
+        return partial(self._note_turn, space, path, gone_on | needed & own, needed)
+
+    def _note_turn(
+        self, space: KeySpace, path: Hashes, gone_on: set[int], needed: set[int]
+    ) -> None:
+        """Lets pages leave first that going on where the last turn did would not need.
+
+        Only once the window at the path's end is stored: its save may have been refused, or failed;
+        then what was there before is still the best.
+
+        Args:
+            space: the request's.
+            path: u8 `[N, 32]`, its pages from the root on.
+            gone_on: pages behind which it went on, or would now.
+            needed: pages behind which others are likely to; none while it runs.
+        """
+        lookahead = self._store.lookahead
+        assert lookahead is not None
+        if gone_on:
+            ends = {end for end in gone_on if end <= len(path)}
+            lookahead.went_on(space, self._layers.entries(path[self._in_windows(ends)]))
+        last = path[self._layers.window_of(len(path))]
+        if not needed or not self._has_windows(space, last, STORED, ANY).all():
+            return
+        spare = np.ones(len(path), np.bool_)
+        spare[self._in_windows({end for end in needed if end <= len(path)})] = False
+        if spare.any():
+            beside = np.tile(path[spare], (self._layers.num_groups, 1))
+            lookahead.let_leave(space, beside, self._layers.entries(path[spare]))
+
+    def _in_windows(self, ends: Iterable[int]) -> Rows:
+        """Numbers of the pages that going on behind some needs, ascending."""
+        window_of = self._layers.moved_window_of if self._may_move() else self._layers.window_of
+        pages = [np.arange(window.start, window.stop) for window in map(window_of, ends)]
+        return np.unique(np.concatenate([np.empty(0, np.int64), *pages]))
 
     def _save_end(self, space: KeySpace, nodes: list[TreeNode], end: int, placed: Placed) -> None:
         """Saves what going on behind `end` pages needs, if the device has all of it."""

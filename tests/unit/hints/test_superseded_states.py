@@ -33,7 +33,7 @@ def _num_there(rig: Rig, state: np.ndarray) -> int:
 
 def _let_leave(rig: Rig, page: np.ndarray, state: np.ndarray) -> None:
     assert rig.store.lookahead is not None
-    rig.store.lookahead.let_leave(rig.space, page, state[None])
+    rig.store.lookahead.let_leave(rig.space, np.repeat(page, len(state), axis=0), state)
 
 
 def test_a_state_that_a_later_one_followed_leaves_before_what_is_older(make: Make) -> None:
@@ -75,3 +75,21 @@ def test_both_tiers_are_told(make: Make) -> None:
     assert order is not None
     leaving = rig.books.table.index.keys(order.next_to_leave(PARTS, rig.books.table.now_s()))[0]
     assert {key.tobytes() for key in leaving} == {key.tobytes() for key in state}
+
+
+def test_what_dram_alone_has_is_written_only_once_somebody_went_on_behind_it(make: Make) -> None:
+    rig = make(slots=40, policy="write_back", lookahead=True)
+    chat, first, last = pages("chat", 4), pages("first", PARTS), pages("last", PARTS)
+    _keep(rig, chat[:2], first)
+    _keep(rig, chat, last)
+    _let_leave(rig, chat[1:2], first)
+    assert rig.store.flush(300.0) == 0
+    assert [rig.on_disk(state) for state in (first, last)] == [0, PARTS]
+    assert rig.store.lookahead is not None
+    rig.store.lookahead.went_on(rig.space, first)
+    assert rig.store.flush(300.0) == 0
+    assert rig.on_disk(first) == PARTS
+    order = rig.books.table.order
+    assert not set(rig.books.table.index.lookup(first, rig.space.number)) & set(
+        order.next_to_leave(PARTS, rig.books.table.now_s())
+    )

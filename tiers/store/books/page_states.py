@@ -84,6 +84,7 @@ SPILL = Step("spill", sets=SPILLING, needs=READY | QUEUED, lacks=SPILLING)
 REFUSE = Step("refuse", sets=WRITE_DROPPED, clears=QUEUED, needs=READY | QUEUED, lacks=SPILLING)
 DROP_WRITE = Step("drop a write", sets=WRITE_DROPPED, needs=_WRITING, tells=False)
 END_SPILL = Step("end a spill", clears=_WRITING, needs=_WRITING)
+SPARE = Step("spare a write", sets=WRITE_DROPPED, needs=READY, lacks=ON_DISK | _WRITING)
 OFFER = Step("offer", clears=WRITE_DROPPED, tells=False)
 
 

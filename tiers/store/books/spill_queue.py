@@ -17,6 +17,7 @@ from sglang_ext.tiers.store.books.page_states import (
     OFFER,
     QUEUE,
     REFUSE,
+    SPARE,
     SPILL,
     UNQUEUE,
 )
@@ -268,6 +269,13 @@ class SpillQueue:
             self._table.take(OFFER, rows)
             if self._writing.through:
                 self.queue(space, rows)
+
+    def spare(self, rows: Rows) -> None:
+        """Pages may leave DRAM as they are: those that are written for leaving it are not."""
+        if self._writing.back:
+            flags = self._index.flags[rows]
+            idle = (flags & (READY | FILLING | ON_DISK | QUEUED | SPILLING)) == READY
+            self._table.take(SPARE, rows[idle])
 
     def clear(self, digests: Iterable[bytes]) -> None:
         """Forgets what is queued; the disk is to lose namespaces before it gets more."""
