@@ -85,6 +85,9 @@ class Engine:
         self.rows = torch.randperm(self.num_pages)[:, None] * PAGE + torch.arange(PAGE)
         self.rows = self.rows.reshape(-1).to(device)
         self.pages = np.arange(self.num_pages)
+        # Of what is measured beside loads and saves; torch has few streams, and takes none back.
+        current = self.port.current_stream()
+        self._bare = self.port.new_stream((current,)) if self.loads.ring_bytes else None
         self._fill()
 
     def _fill(self) -> None:
@@ -151,7 +154,7 @@ class Engine:
             slots, num, pages = slots.reshape(1, -1), 1, pages[:1]
         memory = port.empty(slots.size).reshape(num, -1)
         span = slice(0, slots.shape[1])
-        stream = port.new_stream((port.current_stream(),)) if self.loads.ring_bytes else None
+        stream = self._bare
         begin = port.record(stream)
         with port.on(stream):
             port.bring(memory, slots, pages, span)

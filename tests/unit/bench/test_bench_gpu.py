@@ -25,7 +25,10 @@ from bench.gpu.case import SELFTEST, device_or_none, measure_copies
 from bench.gpu.case import run as run_case
 from bench.gpu.engine import TINY, Engine
 from bench.gpu.kernels import check_kernels
+from sglang_ext.device.ports import cuda
+from sglang_ext.device.ports.cuda import CudaPort
 from testkit.server import ServerError
+from testkit.simulated.cuda import Cuda, HappenedEvent
 
 # A machine with a device need not have SGLang.
 _WITHOUT_SGLANG = (
@@ -72,6 +75,21 @@ def test_other_bits_are_no_figures() -> None:
             engine.check()
     finally:
         engine.close()
+
+
+def test_bare_copies_are_measured_as_often_as_one_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has 32 streams a device and takes none back; the kit makes 64 such copies."""
+    stand_in = Cuda(num_streams=32, event=HappenedEvent)
+    monkeypatch.setattr(cuda, "pinned", lambda count: torch.empty(count, dtype=torch.int64))
+    monkeypatch.setattr(
+        "bench.gpu.engine.open_port", lambda device, pinned: CudaPort(device, stand_in)
+    )
+    made = Engine(torch.device("cpu"), TINY)
+    try:
+        for number in range(64):
+            assert made.bare_copies(back=number % 2 == 1, whole=number % 4 < 2) > 0
+    finally:
+        made.close()
 
 
 def test_kernels_at_odd_shapes() -> None:

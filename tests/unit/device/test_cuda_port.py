@@ -7,7 +7,6 @@ import logging
 import subprocess
 import threading
 import time
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,57 +20,7 @@ from sglang_ext.device.ports import cuda, cudart, open_port
 from sglang_ext.device.ports.cuda import CudaPort
 from sglang_ext.device.ports.host import HostPort
 from sglang_ext.tiers.host import HostArena
-
-
-class Stream:
-    def __init__(self, number: int) -> None:
-        self.cuda_stream = number
-        self.waits: list[Any] = []
-
-    def wait_event(self, event: Any) -> None:
-        self.waits.append(event)
-
-
-class Event:
-    made = 0
-
-    def __init__(self, **options: bool) -> None:
-        Event.made += 1
-        self.options = options
-        self.stream: Stream | None = None
-        self.happened = threading.Event()
-
-    def record(self, stream: Stream) -> None:
-        self.stream = stream
-
-    def synchronize(self) -> None:
-        assert self.happened.wait(60)
-
-    def elapsed_time(self, other: Event) -> float:
-        return 250.0  # ms
-
-
-class Cuda:
-    """Streams from a pool of four, round robin."""
-
-    Event = Event
-
-    def __init__(self) -> None:
-        self.drawn = 0
-        self.current = Stream(0)
-
-    def Stream(self, device: torch.device) -> Stream:
-        self.drawn += 1
-        return Stream(self.drawn % 4)
-
-    def current_stream(self, device: torch.device) -> Any:
-        return self.current
-
-    @contextmanager
-    def stream(self, stream: Any) -> Any:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+from testkit.simulated.cuda import Cuda, Event, Stream
 
 
 @pytest.fixture(autouse=True)
