@@ -95,7 +95,12 @@ class CudaPort(DevicePort):
         self._thread.start()
 
     def enter_thread(self) -> None:
-        """Lets the thread go on while another one captures a graph."""
+        """Has the thread use this device, and go on while another one captures a graph.
+
+        A new thread's device is the first one, whichever its process uses: the first call of CUDA's
+        there would take memory of that device.
+        """
+        self._cuda.set_device(self._device)
         if self._runtime is not None:
             try:
                 self._runtime.allow_during_capture()

@@ -15,12 +15,18 @@ import numpy as np
 import pytest
 import torch
 
+from bench.gpu.engine import PAGE, TINY, Engine
+from sglang_ext.device.load_counter import LoadCounter
+from sglang_ext.device.load_path import LoadParts
+from sglang_ext.device.load_thread import LoadThread
 from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.ports import cuda, cudart, open_port
 from sglang_ext.device.ports.cuda import CudaPort
 from sglang_ext.device.ports.host import HostPort
+from sglang_ext.device.save_path import SaveParts
+from sglang_ext.device.save_thread import SaveThread
 from sglang_ext.tiers.host import HostArena
-from testkit.simulated.cuda import Cuda, Event, Stream
+from testkit.simulated.cuda import Cuda, Event, HappenedEvent, Stream
 
 
 @pytest.fixture(autouse=True)
@@ -41,6 +47,40 @@ def port() -> Any:
     made = CudaPort(torch.device("cpu"), Cuda())
     yield made
     made.close()
+
+
+def test_a_thread_of_ours_uses_the_ranks_device_from_its_first_call_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else each rank whose GPU is not the first one would take memory of that one, too."""
+    stand_in = Cuda(event=HappenedEvent)
+
+    class Runtime:
+        def allow_during_capture(self) -> None:
+            stand_in.note("allow_during_capture")
+
+    runtime: Any = Runtime()
+    monkeypatch.setattr(
+        "bench.gpu.engine.open_port",
+        lambda device, pinned: CudaPort(device, stand_in, runtime, batches=False),
+    )
+    engine = Engine(torch.device("cpu"), TINY)
+    store: Any = None  # nothing is saved or loaded
+    port, stream = engine.port, Stream(7)
+    layers = LoadParts([engine.loads], [range(TINY.layers)])
+    loads = LoadThread(store, [engine.copier], layers, port, LoadCounter(TINY.layers))
+    saves = SaveThread(store, SaveParts([engine.saves]), PAGE)
+    try:
+        saves.after_saves(lambda: port.synchronize(port.record(stream)))
+        port.when_done(port.record(stream), lambda: port.synchronize(port.record(stream)))
+    finally:
+        saves.close()
+        loads.close()
+        engine.close()
+    entered = ["set_device cpu", "allow_during_capture"]
+    assert stand_in.asked_by("hier-kv-load") == entered
+    assert stand_in.asked_by("hier-kv-save") == [*entered, "record"]
+    assert stand_in.asked_by("hier-kv-landed") == [*entered, "record"]
 
 
 def test_a_stream_is_none_of_those_in_use_nor_one_of_our_own(port: CudaPort) -> None:
