@@ -25,9 +25,13 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.device.copier import PageCopier
-from sglang_ext.device.load_pages import LoadPages, PageSource, uploaded
+from sglang_ext.device.load_pages import IndexMemory, LoadPages, PageSource
 from sglang_ext.device.ports.base import DevicePort
 from sglang_ext.device.ring import Buffer, Ring
+
+# For each row of the pool a position, and as much again for what pages list: some 10 in a million
+# values of K are, three numbers each.
+_VALUES_A_ROW = 2
 
 I64 = npt.NDArray[np.int64]
 
@@ -65,6 +69,9 @@ class Landing:
 class LoadPath:
     """Queues loads on a device. Threads may share it.
 
+    All memory of the device is taken here: a load that found none would fail a request whose
+    forward runs.
+
     Args:
         port: the device.
         copier: what knows pages and pool.
@@ -84,11 +91,14 @@ class LoadPath:
         self._ring: Ring | None = None
         if port.brings_pages:
             self._ring = Ring(port, max(copier.layer_bytes), ring_bytes)
+            of_page = 2 * copier.page_size + 3 * copier.layout.max_corrections
+            most = max(_VALUES_A_ROW * copier.pool.num_slots, of_page)
+            self._indices = IndexMemory(port, most)
 
     @property
     def ring_bytes(self) -> int:
         """Memory on the device that loads keep for themselves."""
-        return 0 if self._ring is None else self._ring.num_bytes
+        return 0 if self._ring is None else self._ring.num_bytes + self._indices.num_bytes
 
     def fence(self) -> Fence:
         """What the next loads must not overtake; from the thread that launches forwards."""
@@ -176,6 +186,9 @@ class LoadPath:
         port.wait(scatters, fence.rows_known)
         with port.on(scatters):
             parts = self._parts(ring, loads)
+            are_placed = self._indices.has_room(parts)
+            if are_placed:
+                parts = self._indices.place(parts)
         for event in fence.rows_free:
             port.wait(scatters, event)
         busy: list[tuple[Any, Any]] = []
@@ -187,6 +200,8 @@ class LoadPath:
                 begun = port.record(scatters)
                 try:
                     with port.on(scatters):
+                        if not are_placed:  # each in its turn, behind the kernels of the one before
+                            (part,) = self._indices.place([part.of_layers(layers)])
                         for layer in layers:
                             self._copier.load_layer(part, layer, source)
                 finally:  # what was launched before an error reads the buffer all the same
@@ -204,7 +219,7 @@ class LoadPath:
             split = [part for pages in prepared for part in pages.of_one_kind(size, most)]
             for part in split:
                 self._copier.require_positions(part)
-            parts += uploaded(split, self._port)
+                parts += self._indices.split(part, size)
         return parts
 
     def _bring(

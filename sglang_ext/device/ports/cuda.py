@@ -199,12 +199,14 @@ class CudaPort(DevicePort):
         for row, slot in enumerate(page_slots.tolist()):
             torch.from_numpy(slots[slot, span]).copy_(source[row], non_blocking=True)
 
-    def upload(self, values: npt.NDArray[np.int64]) -> Any:
+    def upload(self, values: npt.NDArray[np.int64], memory: Any = None) -> Any:
         """Copies by way of page-locked memory, which torch keeps until the copy is done."""
         # One size for all small ones: see `_SMALL_UPLOADS`.
         staged = pinned(max(len(values), _SMALL_UPLOAD))[: len(values)]
         staged.numpy()[:] = values
-        return staged.to(self._device, non_blocking=True)
+        if memory is None:
+            return staged.to(self._device, non_blocking=True)
+        return memory.view(torch.int64)[: len(values)].copy_(staged, non_blocking=True)
 
     def rows(self, token_slots: torch.Tensor) -> Any:
         """They stay on the device."""

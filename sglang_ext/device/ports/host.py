@@ -81,7 +81,7 @@ class HostPort(DevicePort):
         """Copies the bytes."""
         slots[page_slots, span] = source
 
-    def upload(self, values: npt.NDArray[np.int64]) -> Any:
+    def upload(self, values: npt.NDArray[np.int64], memory: Any = None) -> Any:
         """A copy of them."""
         return values.copy()
 

@@ -18,13 +18,15 @@ from sglang_ext.device.save_path import SavePath, SaveRun
 from sglang_ext.device.states.snapshots import StatePool
 from sglang_ext.device.states.state_path import StateLoadPath, StateSavePath
 from sglang_ext.kernels import rope as kernels
+from sglang_ext.kernels.rope import naive
 from testkit.simulated.device import SimulatedDevice
 from testkit.simulated.kernels import SimulatedKernels, SimulatedSnapshots
 from tests.kernels.rope.rope_cases import make_spec
 
 PAGE, LAYERS, HEADS, DIM = 64, 2, 1, 16
 TOKENS = 128 << 10
-BOUND_BYTES = 5 << 20  # the rings, tails and marks; 128K tokens of this model are 16 MB
+# The rings, tails and marks, and 16 bytes a row of the pool; 128K tokens of this model are 16 MB.
+BOUND_BYTES = (5 << 20) + 16 * TOKENS
 
 
 class Quiet(SimulatedDevice):
@@ -46,11 +48,12 @@ class Bed:
             tuple(torch.randn(shape, generator=generator).bfloat16() for _ in range(LAYERS))
             for _ in "kv"
         )
+        spec = make_spec(DIM, "fp32", max_pos=TOKENS)
+        k = tuple(naive.rotate(each, np.arange(num_tokens), spec) for each in k)  # as an engine's
         self.pool = DevicePool("mha", torch.bfloat16, k, v, 0, num_tokens)
         self.layout = self.pool.layout(PAGE)
         self.num_pages = num_tokens // PAGE
         self.slots = np.full((self.num_pages, self.layout.slot_bytes), 0xEE, np.uint8)
-        spec = make_spec(DIM, "fp32", max_pos=TOKENS)
         ropes = [LayerRope(spec, movable=True) for _ in range(LAYERS)]
         self.device = Quiet(3)
         self.device.eagerness = 1.0
@@ -193,7 +196,9 @@ def test_a_load_of_a_long_prompt_by_count(long_prompt: Bed) -> None:
     bed.device.counts.clear()
     bed.load()
     counts = bed.device.counts
-    num_parts = -(-bed.num_pages // (bed.loads.ring_bytes // 4 // max(bed.copier.layer_bytes)))
+    assert bed.loads._ring is not None
+    pages_a_part = bed.loads._ring.buffer_bytes // max(bed.copier.layer_bytes)
+    num_parts = -(-bed.num_pages // pages_a_part)
     assert "synchronize" not in counts
     assert counts["uploads"] == 1
     assert counts["launches"] <= num_parts * 3 * LAYERS
