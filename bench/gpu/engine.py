@@ -22,6 +22,7 @@ from sglang_ext.device.load_path import Landing, LoadPath
 from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.ports import open_port
+from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.device.save_path import SavePath, SaveRun
 from sglang_ext.kernels import rope as host_kernels
@@ -80,8 +81,9 @@ class Engine:
         self.copier = PageCopier(
             self.pool, self.layout, ropes, self.arena.slots, mode="pre", kernels=kernels_of(device)
         )
-        self.loads = LoadPath(self.port, self.copier, None, shape.ring_bytes)
-        self.saves = SavePath(self.port, self.copier, None, shape.ring_bytes // 2)
+        streams = Streams(self.port, None)
+        self.loads = LoadPath(self.port, self.copier, streams, shape.ring_bytes)
+        self.saves = SavePath(self.port, self.copier, streams, shape.ring_bytes // 2)
         self.rows = torch.randperm(self.num_pages)[:, None] * PAGE + torch.arange(PAGE)
         self.rows = self.rows.reshape(-1).to(device)
         self.pages = np.arange(self.num_pages)

@@ -27,6 +27,7 @@ import torch
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.load_pages import IndexMemory, LoadPages, PageSource
 from sglang_ext.device.ports.base import DevicePort
+from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.ring import Buffer, Ring
 
 # For each row of the pool a position, and as much again for what pages list: some 10 in a million
@@ -75,25 +76,31 @@ class LoadPath:
     Args:
         port: the device.
         copier: what knows pages and pool.
-        forward_stream: SGLang's.
+        streams: those of the engine.
         ring_bytes: memory on the device to bring pages to; unused where kernels read the arena.
     """
 
     def __init__(
-        self, port: DevicePort, copier: PageCopier, forward_stream: Any, ring_bytes: int
+        self, port: DevicePort, copier: PageCopier, streams: Streams, ring_bytes: int
     ) -> None:
         self._port = port
         self._copier = copier
-        self._forward_stream = forward_stream
+        self._streams = streams
         self._queueing = threading.Lock()
-        self._copies: Any = None
-        self._scatters: Any = None
         self._ring: Ring | None = None
         if port.brings_pages:
             self._ring = Ring(port, max(copier.layer_bytes), ring_bytes)
             of_page = 2 * copier.page_size + 3 * copier.layout.max_corrections
             most = max(_VALUES_A_ROW * copier.pool.num_slots, of_page)
             self._indices = IndexMemory(port, most)
+
+    @property
+    def _copies(self) -> Any:
+        return self._streams.copies
+
+    @property
+    def _scatters(self) -> Any:
+        return self._streams.scatters
 
     @property
     def ring_bytes(self) -> int:
@@ -103,14 +110,11 @@ class LoadPath:
     def fence(self) -> Fence:
         """What the next loads must not overtake; from the thread that launches forwards."""
         port, current = self._port, self._port.current_stream()
-        if self._scatters is None:  # not before: here the current stream is the scheduler's
-            used = (self._forward_stream, current)
-            self._copies = port.new_stream(used)
-            self._scatters = port.new_stream((*used, self._copies))
+        self._streams.take(current)
         here = port.record(current)
-        if self._forward_stream is None:
+        if self._streams.forwards is None:
             return Fence(here, (here,))
-        return Fence(here, (here, port.record(self._forward_stream)))
+        return Fence(here, (here, port.record(self._streams.forwards)))
 
     def queue(
         self,
@@ -145,8 +149,8 @@ class LoadPath:
     def before_forwards(self, event: Any) -> None:
         """Lets what SGLang launches from now on wait, on the device, for an event of a load."""
         self._port.wait(self._port.current_stream(), event)
-        if self._forward_stream is not None:
-            self._port.wait(self._forward_stream, event)
+        if self._streams.forwards is not None:
+            self._port.wait(self._streams.forwards, event)
 
     def in_forward_order(self, *inputs: torch.Tensor) -> AbstractContextManager[None]:
         """Context whose work runs where the forwards do, behind the current stream's so far.
@@ -155,7 +159,7 @@ class LoadPath:
             inputs: tensors of the current stream's that it uses.
         """
         port, current = self._port, self._port.current_stream()
-        stream = self._forward_stream
+        stream = self._streams.forwards
         if stream is None or not port.brings_pages:
             return port.on(current)
         port.wait(stream, port.record(current))
@@ -260,9 +264,9 @@ class LoadParts:
         return sum(path.ring_bytes for path in self._paths)
 
     def fence(self) -> Fence:
-        """See `LoadPath.fence`; each path makes its streams here."""
-        fences: list[Fence] = [path.fence() for path in self._paths]
-        return fences[0]
+        """See `LoadPath.fence`."""
+        fence: Fence = self._paths[0].fence()
+        return fence
 
     def queue(
         self,
@@ -272,7 +276,8 @@ class LoadParts:
     ) -> Landing:
         """Queues the loads of each part; see `LoadPath.queue`.
 
-        A part is ordered behind the one before it, so the last event is behind all.
+        A part is ordered behind the one before it, by the stream that they share or, of states, by
+        an event, so the last event is behind all.
         """
         if len(self._paths) == 1:
             alone: Landing = self._paths[0].queue(loads[0], fence, on_layer)

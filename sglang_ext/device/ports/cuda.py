@@ -110,6 +110,8 @@ class CudaPort(DevicePort):
     def new_stream(self, avoid: tuple[Any, ...]) -> Any:
         """A stream of torch's pool that is none of `avoid`, nor one that was given before.
 
+        None is given back: `Streams` takes all that an engine has.
+
         Raises:
             RuntimeError: the pool has no other.
         """
@@ -236,6 +238,8 @@ class CudaPort(DevicePort):
             reason = "other bytes came than were sent"
         except CudartError as error:
             reason = str(error)
+        finally:
+            self._given.remove(stream)
         logger.info("hier-kv: pages are copied one by one: %s", reason)
         return False
 

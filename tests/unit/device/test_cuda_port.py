@@ -23,6 +23,7 @@ from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.ports import cuda, cudart, open_port
 from sglang_ext.device.ports.cuda import CudaPort
 from sglang_ext.device.ports.host import HostPort
+from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.save_path import SaveParts
 from sglang_ext.device.save_thread import SaveThread
 from sglang_ext.tiers.host import HostArena
@@ -88,6 +89,20 @@ def test_a_stream_is_none_of_those_in_use_nor_one_of_our_own(port: CudaPort) -> 
     assert {port.new_stream((*used, None)).cuda_stream for _ in range(2)} == {2, 3}
     with pytest.raises(RuntimeError, match="gave no stream that differs from 4 streams"):
         port.new_stream((*used, None))
+
+
+def test_parts_of_an_engine_share_five_streams_which_are_none_of_sglangs() -> None:
+    stand_in = Cuda(num_streams=32)
+    port = CudaPort(torch.device("cpu"), stand_in)
+    forwards, schedule, copies = (Stream(number) for number in (2, 3, 5))
+    streams = Streams(port, forwards)
+    streams.take(schedule, copies, None)
+    drawn = stand_in.drawn
+    streams.take(Stream(0))  # as at each load and save
+    port.close()
+    ours = (streams.copies, streams.scatters, streams.states, streams.gathers, streams.sends)
+    assert [stream.cuda_stream for stream in ours] == [1, 4, 6, 7, 8]
+    assert stand_in.drawn == drawn == 8
 
 
 def test_memory_for_small_uploads_is_page_locked_when_the_server_starts(
@@ -281,6 +296,7 @@ def test_without_batches_pages_are_copied_one_by_one(
     slots, memory = np.arange(40, dtype=np.uint8).reshape(4, 10), port.empty(10)
     port.bring(memory.reshape(1, 10), slots, np.array([2]), slice(0, 10))
     assert memory.tolist() == slots[2].tolist()
+    assert len({port.new_stream(()).cuda_stream for _ in range(4)}) == 4  # what tried has none
     port.close()
     assert "the driver is too old" in caplog.text
 

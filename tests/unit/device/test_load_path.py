@@ -10,6 +10,7 @@ from sglang_ext.device import load_path
 from sglang_ext.device.copier import CopyError, PageCopier
 from sglang_ext.device.load_path import LoadPath
 from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.ring import NUM_BUFFERS
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.errors import HierKVConfigError
@@ -41,7 +42,8 @@ class Bed:
         launching = SimulatedKernels(self.device, kernels)
         self.copier = PageCopier(pool, layout, ropes, self.slots, mode="pre", kernels=launching)
         with self.device.acting("assembly"):
-            self.path = LoadPath(self.device, self.copier, self.device.new_stream(()), ring_bytes)
+            streams = Streams(self.device, self.device.new_stream(()))
+            self.path = LoadPath(self.device, self.copier, streams, ring_bytes)
         self.device.counts.update(uploads=0, synchronize=0)
 
     def queue(self, position: int = 0) -> list[object]:

@@ -13,6 +13,7 @@ from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import HEADER_BYTES, PageLayout
 from sglang_ext.device.load_path import LoadPath
 from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.device.save_path import SavePath, SaveRun
 from sglang_ext.device.states.snapshots import StatePool
@@ -66,9 +67,9 @@ class Bed:
         )
         self.copier = copier
         with self.device.acting("assembly"):
-            forwards = self.device.new_stream(())
-            self.loads = LoadPath(self.device, copier, forwards, ring_bytes)
-            self.saves = SavePath(self.device, copier, forwards, ring_bytes // 2)
+            streams = Streams(self.device, self.device.new_stream(()))
+            self.loads = LoadPath(self.device, copier, streams, ring_bytes)
+            self.saves = SavePath(self.device, copier, streams, ring_bytes // 2)
         self.rows = torch.arange(num_tokens)
         self.pages = np.arange(self.num_pages)
         self.kept_bytes = self.device.counts["device_bytes"]
@@ -117,7 +118,8 @@ class StateBed:
         self.slots = np.full((num_parts, layout.slot_bytes), 0xEE, np.uint8)
         self.pages = np.arange(num_parts)[::-1].copy()
         with self.device.acting("assembly"):
-            ways = (self.device, self.snapshots, self.slots, self.device.new_stream(()))
+            streams = Streams(self.device, self.device.new_stream(()))
+            ways = (self.device, self.snapshots, self.slots, streams)
             self.loads, self.saves = StateLoadPath(*ways), StateSavePath(*ways)
         self.kept_bytes = self.device.counts["device_bytes"]
         self.device.counts.clear()
