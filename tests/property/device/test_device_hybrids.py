@@ -79,7 +79,7 @@ def state_saved_before_it_was_written(patch: pytest.MonkeyPatch) -> None:
 
 
 def slot_given_away_before_its_copy(patch: pytest.MonkeyPatch) -> None:
-    """A state is said to be saved when that is queued; pages, on the same stream, wait in `save`."""
+    """A state is said to be saved when that is queued; pages, on its stream, wait in `save`."""
 
     @contextmanager
     def saving(self: SaveParts, events: list[Any]) -> Iterator[None]:
