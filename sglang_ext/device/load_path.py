@@ -93,6 +93,9 @@ class LoadPath:
             of_page = 2 * copier.page_size + 3 * copier.layout.max_corrections
             most = max(_VALUES_A_ROW * copier.pool.num_slots, of_page)
             self._indices = IndexMemory(port, most)
+            # What one prompt needs; memory for more is page-locked when it comes to that.
+            of_prompt = 2 * min(copier.pool.num_slots, copier.rules.max_position)
+            port.prepare_uploads(max(of_prompt, of_page))
 
     @property
     def _copies(self) -> Any:

@@ -318,6 +318,8 @@ class SimulatedDevice(DevicePort):
         free = self._heap[self.current_stream().name, len(taken)]
         return np.asarray(_Handle(taken, free.append))[: len(values)]
 
+    def prepare_uploads(self, num_values: int) -> None: ...
+
     def _upload_to(
         self, memory: npt.NDArray[np.int64], staged: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.int64]:

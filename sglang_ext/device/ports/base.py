@@ -116,6 +116,10 @@ class DevicePort(ABC):
         """
 
     @abstractmethod
+    def prepare_uploads(self, num_values: int) -> None:
+        """Takes what uploads of up to so many values need of the host now; at start."""
+
+    @abstractmethod
     def rows(self, token_slots: torch.Tensor) -> Any:
         """Rows of the pool, as SGLang has them, as the indices that kernels take."""
 

@@ -25,6 +25,10 @@ _DRAWS = 65
 # forward runs before the scheduler's thread has to ask CUDA for page-locked memory.
 _SMALL_UPLOAD = 4096
 _SMALL_UPLOADS = 16
+# Larger ones are of a prompt: while one waits for a forward the next is prepared. More than a
+# million values at a time, 8 MB, are of several long ones; memory for these is page-locked then.
+_LARGE_UPLOADS = 2
+_LARGEST_UPLOAD = 1 << 20
 # A load of 8,192 tokens of an 8B model takes some thirty, a save as many.
 _EVENTS = 256
 
@@ -203,12 +207,19 @@ class CudaPort(DevicePort):
 
     def upload(self, values: npt.NDArray[np.int64], memory: Any = None) -> Any:
         """Copies by way of page-locked memory, which torch keeps until the copy is done."""
-        # One size for all small ones: see `_SMALL_UPLOADS`.
-        staged = pinned(max(len(values), _SMALL_UPLOAD))[: len(values)]
+        staged = pinned(_staging_size(len(values)))[: len(values)]
         staged.numpy()[:] = values
         if memory is None:
             return staged.to(self._device, non_blocking=True)
         return memory.view(torch.int64)[: len(values)].copy_(staged, non_blocking=True)
+
+    def prepare_uploads(self, num_values: int) -> None:
+        """Page-locks memory for each size, which torch keeps: CUDA takes its time for that."""
+        largest = min(num_values, _LARGEST_UPLOAD)
+        sizes = {_staging_size(min(1 << bits, largest)) for bits in range(largest.bit_length() + 1)}
+        # Held together, as in `__init__`.
+        blocks = [pinned(size) for size in sorted(sizes) for _ in range(_LARGE_UPLOADS)]
+        del blocks
 
     def rows(self, token_slots: torch.Tensor) -> Any:
         """They stay on the device."""
@@ -261,6 +272,11 @@ def _addresses(
     """Where pages lie in memory of the device, one behind the other, and in slots."""
     on_device = memory.data_ptr() + np.arange(len(page_slots)) * (span.stop - span.start)
     return on_device, slots.ctypes.data + page_slots * slots.strides[0] + span.start
+
+
+def _staging_size(num_values: int) -> int:
+    """Values of the page-locked memory that an upload goes through: few sizes, for all of them."""
+    return max(_SMALL_UPLOAD, 1 << (num_values - 1).bit_length() if num_values else 0)
 
 
 def pinned(count: int) -> torch.Tensor:

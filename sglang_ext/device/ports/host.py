@@ -85,6 +85,9 @@ class HostPort(DevicePort):
         """A copy of them."""
         return values.copy()
 
+    def prepare_uploads(self, num_values: int) -> None:
+        """They need nothing."""
+
     def rows(self, token_slots: torch.Tensor) -> Any:
         """As numpy has them."""
         return token_slots.to(torch.int64).cpu().numpy()

@@ -113,6 +113,32 @@ def test_memory_for_small_uploads_is_page_locked_when_the_server_starts(
     assert page_locked[16:] == [4096]  # of one of these, by torch
 
 
+def test_memory_for_the_uploads_of_a_prompt_is_page_locked_when_the_server_starts(
+    port: CudaPort, page_locked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each load that is larger than any before would wait for CUDA to do that."""
+    page_locked.clear()
+    port.prepare_uploads(300_000)
+    sizes = [1 << bits for bits in range(12, 20)]  # 4,096 to 524,288 values
+    assert page_locked == [size for size in sizes for _ in range(2)]
+    page_locked.clear()
+    for num_values in (1, 4097, 300_000):
+        port.upload(np.arange(num_values))
+    assert page_locked == [4096, 8192, 524_288]
+    page_locked.clear()
+    port.prepare_uploads(1 << 40)  # no more than 8 MB a block
+    assert max(page_locked) == 1 << 20
+    monkeypatch.setattr(cuda, "_SMALL_UPLOAD", 64)
+    monkeypatch.setattr(
+        "bench.gpu.engine.open_port",
+        lambda device, pinned: CudaPort(device, Cuda(event=HappenedEvent)),
+    )
+    page_locked.clear()
+    engine = Engine(torch.device("cpu"), TINY)
+    engine.close()
+    assert page_locked.count(2 * TINY.tokens) == 2  # positions of all rows of the pool, moved
+
+
 def test_nothing_but_synchronize_waits_for_the_device(port: CudaPort) -> None:
     stream, other = port.new_stream(()), port.new_stream(())
     event = port.record(stream)  # which never happens
