@@ -3,7 +3,8 @@
 SGLang calls every public method from the scheduler's thread; none of them waits for the device. On
 a CPU, which does the work itself, `finish_layer_wise_loading` (which SGLang calls after the forward
 that used the load) waits for the last copy, and `restore_pages` copies. The quiescing ones wait for
-the save thread, as SGLang asks for that: a flush or new weights must find no save under way.
+the save thread, 30 s at most: a flush or new weights must find no save under way, and where SGLang
+lacks the room of a state, one that is being saved has to make it.
 
 Jobs run in the order they were queued. Completed saves are reported in that order too, as SGLang
 pairs them with its own list.

@@ -29,8 +29,9 @@ _SMALL_UPLOADS = 16
 # million values at a time, 8 MB, are of several long ones; memory for these is page-locked then.
 _LARGE_UPLOADS = 2
 _LARGEST_UPLOAD = 1 << 20
-# A load of 8,192 tokens of an 8B model takes some thirty, a save as many.
-_EVENTS = 256
+# A load of 8,192 tokens of an 8B model takes 131, four a layer, and a save half as many; while one
+# load waits for a forward the next is queued.
+_EVENTS = 512
 
 
 class _Event:

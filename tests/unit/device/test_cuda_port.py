@@ -336,6 +336,7 @@ class Runtime:
 
     def __init__(self, refused: int = -1) -> None:
         self.registered: list[tuple[int, int]] = []
+        self.unregistered: list[tuple[int, bytes]] = []  # addresses, and what is there then
         self.refused = refused
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
@@ -345,6 +346,7 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        self.unregistered.append((address, ctypes.string_at(address, 4)))
         return 0
 
 
@@ -363,3 +365,15 @@ def test_the_arena_is_registered_in_chunks_of_whole_slots(
         assert pin_memory(arena, Runtime(), chunk_bytes=1) == arena.nbytes
     finally:
         arena.close()
+
+
+def test_registrations_end_before_the_memory_does() -> None:
+    arena, runtime = HostArena(3, 8192), Runtime()
+    arena.slots[:, :4] = np.frombuffer(b"here", np.uint8)
+    pin_memory(arena, runtime, chunk_bytes=2 * 8192)
+    address = arena.address
+    assert not runtime.unregistered
+    assert arena.close()
+    assert runtime.unregistered == [(address + 2 * 8192, b"here"), (address, b"here")]
+    arena.close()
+    assert len(runtime.unregistered) == 2  # and not at exit, either

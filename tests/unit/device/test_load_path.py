@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -10,6 +12,7 @@ from sglang_ext.device import load_path
 from sglang_ext.device.copier import CopyError, PageCopier
 from sglang_ext.device.load_path import LoadPath
 from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.ports import cuda
 from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.ring import NUM_BUFFERS
 from sglang_ext.device.rope_discovery import LayerRope
@@ -78,6 +81,24 @@ def test_a_load_far_larger_than_the_ring_uses_no_more_memory_than_the_ring() -> 
     assert bed.device.counts["device_bytes"] == bed.path.ring_bytes == ring_bytes + index_bytes
     assert bed.device.counts["uploads"] == 1
     assert bed.device.bytes_in <= 1.02 * 300 * bed.kv_bytes
+
+
+def test_a_load_takes_four_events_for_each_layer_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """131 for 8,192 tokens of an 8B model, of 512 that are made at start."""
+    bed = Bed(12, 1 << 20)
+    bed = Bed(12, NUM_BUFFERS * 12 * max(bed.copier.layer_bytes))  # a layer at a time
+    events: list[object] = []
+    real = SimulatedDevice.record
+
+    def record(self: SimulatedDevice, stream: Any) -> Any:
+        events.append(real(self, stream))
+        return events[-1]
+
+    monkeypatch.setattr(SimulatedDevice, "record", record)
+    bed.queue()
+    of_fence, of_begin = 2, 1
+    assert len(events) == 4 * LAYERS + of_fence + of_begin
+    assert 2 * (4 * 32 + of_fence + of_begin) < cuda._EVENTS  # two of such loads
 
 
 def test_a_load_needs_no_memory_that_was_not_taken_at_start() -> None:
