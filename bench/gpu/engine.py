@@ -16,8 +16,10 @@ import numpy as np
 import torch
 
 from bench.core.case import CaseFailedError
+from bench.gpu.in_place import read_in_place
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_PRE, write_tail
+from sglang_ext.device.load_pages import IndexMemory
 from sglang_ext.device.load_path import Landing, LoadPath
 from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.pools import DevicePool
@@ -95,6 +97,7 @@ class Engine:
         self.pages = np.arange(self.num_pages)
         # Of what is measured beside loads and saves; torch has few streams, and takes none back.
         current = self.port.current_stream()
+        self._indices = IndexMemory(self.port, 4 * shape.tokens)
         self._bare = self.port.new_stream((current,)) if self.loads.ring_bytes else None
         self._fill()
 
@@ -126,6 +129,22 @@ class Engine:
         self.port.synchronize(landing.last)
         return queued_s, self.port.seconds_between(first, landing.last)
 
+    def read_in_place(self, pages: np.ndarray[Any, Any]) -> float:
+        """Loads the prompt by kernels that read the slots themselves; seconds.
+
+        On a CPU it is what a load is.
+        """
+        if not self.loads.ring_bytes:
+            return self.load(pages)[1]
+        port, stream = self.port, self._bare
+        port.wait(stream, port.record(port.current_stream()))
+        begin = port.record(stream)
+        with port.on(stream):
+            read_in_place(port, self.copier, self._indices, pages, self.rows)
+        ended = port.record(stream)
+        port.synchronize(ended)
+        return port.seconds_between(begin, ended)
+
     def save(self) -> float:
         """Saves the prompt to slots of the second half; seconds."""
         started_s = time.monotonic()
@@ -134,7 +153,7 @@ class Engine:
         return time.monotonic() - started_s
 
     def check(self) -> None:
-        """Loads, saves, and loads what was saved.
+        """Loads, saves, and loads what was saved, in both ways.
 
         Raises:
             CaseFailedError: other bits come back.
@@ -142,9 +161,22 @@ class Engine:
         self.load(self.pages)
         want = [each.clone() for each in (*self.pool.k, *self.pool.v)]
         self.save()
+        self._check(want, lambda: self.load(self.pages + self.num_pages))
+
+    def check_in_place(self) -> None:
+        """The same of `read_in_place`, of what the first half of the slots holds.
+
+        Raises:
+            CaseFailedError: other bits come back.
+        """
+        self.load(self.pages)
+        want = [each.clone() for each in (*self.pool.k, *self.pool.v)]
+        self._check(want, lambda: self.read_in_place(self.pages))
+
+    def _check(self, want: list[torch.Tensor], load: Callable[[], object]) -> None:
         for each in (*self.pool.k, *self.pool.v):
             each.zero_()
-        self.load(self.pages + self.num_pages)
+        load()
         for have, wanted in zip((*self.pool.k, *self.pool.v), want, strict=True):
             if not torch.equal(have.view(torch.int16), wanted.view(torch.int16)):
                 raise CaseFailedError("what was saved and loaded is not what the pool held")

@@ -56,6 +56,7 @@ def test_the_same_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     report = measure_copies(options(), device)
     assert report.results["device"] == "cpu, self-test"
     assert report.results["load_of_link"] > 0
+    assert report.results["in_place_of_load"] > 0
     assert report.results["layers_of_link"] > 0
     assert report.results["latents_of_link"] > 0
     assert report.results["save_gb_s"] > 0

@@ -23,7 +23,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
+from bench.gpu.in_place import read_in_place
 from sglang_ext.device.copier import PageCopier
+from sglang_ext.device.load_pages import IndexMemory
 from sglang_ext.device.load_path import LoadPath
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.ports import DevicePort, cuda
@@ -118,6 +120,17 @@ class Bed:
         with path.saving(events):
             path.save(self.rows, [SaveRun(0, 0, np.arange(PAGES))])
 
+    def forget(self) -> None:
+        """The pool holds no KV."""
+        for each in self.tensors:
+            each.fill_(float("nan"))
+
+    def require_loaded(self, want: list[torch.Tensor]) -> None:
+        """The pool holds these bits; it forgets them."""
+        for have, wanted in zip(self.tensors, want, strict=True):
+            assert torch.equal(have.view(torch.int16), wanted.view(torch.int16))
+        self.forget()
+
     def load(self, path: LoadPath) -> None:
         """As the load thread does."""
         copier, pages = self.copier, np.arange(PAGES)
@@ -129,7 +142,10 @@ class Bed:
 
 
 def real() -> tuple[dict[str, int], dict[str, int]]:
-    """What the wrappers launch in a save, and in a load, which brings all bits back."""
+    """What the wrappers launch in a save, and in a load, which brings all bits back.
+
+    So does a load whose kernels read the slots themselves.
+    """
     counted = Counted()
     bed = Bed(counted)
     port = cuda.CudaPort(torch.device("cpu"), Cuda(num_streams=32, event=HappenedEvent))
@@ -139,13 +155,15 @@ def real() -> tuple[dict[str, int], dict[str, int]]:
         saved = dict(counted.launched)
         counted.launched.clear()
         want = [each.clone() for each in bed.tensors]
-        for each in bed.tensors:
-            each.fill_(float("nan"))
+        bed.forget()
         bed.load(loads)
+        loaded = dict(counted.launched)
+        bed.require_loaded(want)
+        pages = np.arange(PAGES)
+        read_in_place(port, bed.copier, IndexMemory(port, 4096), pages, bed.rows)
+        bed.require_loaded(want)
     port.close()
-    for have, wanted in zip(bed.tensors, want, strict=True):
-        assert torch.equal(have.view(torch.int16), wanted.view(torch.int16))
-    return saved, dict(counted.launched)
+    return saved, loaded
 
 
 def simulated() -> tuple[int, int]:
