@@ -1,6 +1,6 @@
 """Loads and saves on a simulated device: in no order that it runs them do two accesses race.
 
-The long form makes it 100,000 steps, of each kind of model. Hybrids are in
+The long form makes it 100,000 steps of each kind of model, in 666 worlds of 150. Hybrids are in
 `test_device_hybrids.py`.
 """
 
