@@ -153,7 +153,9 @@ def failed_load_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 def failed_load_not_awaited_by_forwards(patch: pytest.MonkeyPatch) -> None:
     real = LoadCounter.fail
-    patch.setattr(LoadCounter, "fail", lambda self, index, error, event: real(self, index, error))
+    patch.setattr(
+        LoadCounter, "fail", lambda self, index, error, event=None: real(self, index, error)
+    )
 
 
 def pins_of_a_failed_load_given_back(patch: pytest.MonkeyPatch) -> None:
