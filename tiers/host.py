@@ -16,6 +16,7 @@ from __future__ import annotations
 import mmap
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -95,6 +96,7 @@ class HostArena:
         self._stack: Slots = np.arange(num_slots - 1, -1, -1, dtype=np.int32)
         self._num_free = num_slots
         self._num_deferred = 0
+        self._before_unmap: list[Callable[[], None]] = []
         if is_borrowed:
             self._num_free, self._state[:] = 0, _USED
 
@@ -178,16 +180,22 @@ class HostArena:
             for slot in (np.flatnonzero(self._state[first:last] == _FREE) + first).tolist():
                 self._slots[slot, ::PAGE_BYTES] = 0
 
+    def before_unmap(self, call: Callable[[], None]) -> None:
+        """Has something called while the memory is still mapped, when it is closed."""
+        self._before_unmap.append(call)
+
     def close(self) -> bool:
         """Unmap the memory; later calls raise `TierClosedError`, save those that only end things.
 
-        `close`, `unpin`, `pinned` and `prefault` stay allowed. A range registered with
-        `cudaHostRegister` must be unregistered before.
+        `close`, `unpin`, `pinned` and `prefault` stay allowed. What `before_unmap` was given is
+        called first.
 
         Returns:
             True when the memory went back at once; False when views of it are still held
             elsewhere, which keep it mapped (and safe to read) until the last of them is dropped.
         """
+        while self._before_unmap:
+            self._before_unmap.pop()()
         with self._lock:
             self._slots = None
             try:

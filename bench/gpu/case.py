@@ -17,7 +17,7 @@ import torch
 from bench.core.case import CaseFailedError, Options, Report
 from bench.core.output import Table
 from bench.gpu import servers
-from bench.gpu.engine import LLAMA_8B, TINY, Engine, median_s
+from bench.gpu.engine import BARE, LLAMA_8B, TINY, Engine, median_s
 from bench.gpu.kernels import check_kernels
 
 SELFTEST = "HIER_KV_GPU_SELFTEST"
@@ -68,7 +68,12 @@ def measure_copies(options: Options, device: torch.device) -> Report:
     engine = Engine(device, shape)
     try:
         engine.check()
-        return _of_copies(_measure(engine, 5 if options.quick else 15), engine, device)
+        repeats = 5 if options.quick else 15
+        seconds = _measure(engine, repeats)
+        in_place, notes = _measure_in_place(engine, repeats)
+        report = _of_copies({**seconds, **in_place}, engine, device)
+        report.notes += notes
+        return report
     finally:
         engine.close()
 
@@ -115,9 +120,9 @@ def _measure(engine: Engine, repeats: int) -> dict[str, float]:
     """Seconds of each, medians."""
     seconds: dict[str, float] = {}
     for back, name in ((False, "in"), (True, "out")):
-        for whole, how in ((True, "whole"), (False, "pages")):
+        for how in BARE:
             seconds[f"{how}_{name}"] = median_s(
-                lambda back=back, whole=whole: engine.bare_copies(back=back, whole=whole),  # type: ignore[misc]
+                lambda back=back, how=how: engine.bare_copies(back=back, how=how),  # type: ignore[misc]
                 repeats,
             )
     seconds["load"] = median_s(lambda: engine.load(engine.pages)[1], repeats)
@@ -126,8 +131,21 @@ def _measure(engine: Engine, repeats: int) -> dict[str, float]:
     return seconds
 
 
+def _measure_in_place(engine: Engine, repeats: int) -> tuple[dict[str, float], list[str]]:
+    """Seconds of loads whose kernels read the slots themselves; a note where they cannot."""
+    if engine.port.copies_wait:
+        return {}, ["DRAM could not be page-locked, so kernels cannot read it themselves"]
+    try:
+        engine.check_in_place()
+        return {"in_place": median_s(lambda: engine.read_in_place(engine.pages), repeats)}, []
+    except CaseFailedError:
+        raise
+    except Exception as error:  # no server does it: what does is measured all the same
+        return {}, [f"kernels that read page-locked memory themselves were not measured: {error}"]
+
+
 def _of_copies(seconds: dict[str, float], engine: Engine, device: torch.device) -> Report:
-    copied = {"whole_in", "pages_in", "whole_out", "pages_out"}
+    copied = {"whole_in", "pages_in", "whole_out", "pages_out"}  # with headers and tails
     slots = engine.num_pages * engine.layout.slot_bytes
     speeds = {
         f"{name}_gb_s": (slots if name in copied else engine.kv_bytes) / 1e9 / value
@@ -144,6 +162,14 @@ def _of_copies(seconds: dict[str, float], engine: Engine, device: torch.device) 
         "save_ms": 1e3 * seconds["save"],
         "load_of_link": speeds["load_gb_s"] / speeds["whole_in_gb_s"],
         "save_of_link": speeds["save_gb_s"] / speeds["whole_out_gb_s"],
+        **(
+            {"in_place_of_load": speeds["in_place_gb_s"] / speeds["load_gb_s"]}
+            if "in_place" in seconds
+            else {}
+        ),
+        # What is lost to the number of copies alone.
+        "layers_of_link": speeds["layers_in_gb_s"] / speeds["whole_in_gb_s"],
+        "latents_of_link": speeds["latents_in_gb_s"] / speeds["whole_in_gb_s"],
         "device_bytes": engine.loads.ring_bytes + engine.saves.ring_bytes,
     }
     table = Table(f"{results['device']}: {engine.shape.tokens} tokens", ("what", "GB/s", "ms"))

@@ -7,7 +7,7 @@ of SGLang is imported.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -16,12 +16,16 @@ import numpy as np
 import torch
 
 from bench.core.case import CaseFailedError
+from bench.gpu.in_place import read_in_place
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_PRE, write_tail
+from sglang_ext.device.load_pages import IndexMemory
 from sglang_ext.device.load_path import Landing, LoadPath
 from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.ports import open_port
+from sglang_ext.device.ports.streams import Streams
+from sglang_ext.device.ring import NUM_BUFFERS
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.device.save_path import SavePath, SaveRun
 from sglang_ext.kernels import rope as host_kernels
@@ -29,6 +33,11 @@ from sglang_ext.kernels.rope import RopeSpec
 from sglang_ext.tiers.host import HostArena
 
 PAGE = 64
+# How the link is measured without looking at what goes over it: as one copy; a copy a slot; a copy
+# for each page and layer, in one call a layer, as loads and saves copy; and the same in pieces as
+# small as a page's of one layer of latent rows, 576 values a token.
+BARE = ("whole", "pages", "layers", "latents")
+LATENT_BYTES = PAGE * 576 * 2
 
 
 @dataclass(frozen=True)
@@ -80,11 +89,16 @@ class Engine:
         self.copier = PageCopier(
             self.pool, self.layout, ropes, self.arena.slots, mode="pre", kernels=kernels_of(device)
         )
-        self.loads = LoadPath(self.port, self.copier, None, shape.ring_bytes)
-        self.saves = SavePath(self.port, self.copier, None, shape.ring_bytes // 2)
+        streams = Streams(self.port, None)
+        self.loads = LoadPath(self.port, self.copier, streams, shape.ring_bytes)
+        self.saves = SavePath(self.port, self.copier, streams, shape.ring_bytes // 2)
         self.rows = torch.randperm(self.num_pages)[:, None] * PAGE + torch.arange(PAGE)
         self.rows = self.rows.reshape(-1).to(device)
         self.pages = np.arange(self.num_pages)
+        # Of what is measured beside loads and saves; torch has few streams, and takes none back.
+        current = self.port.current_stream()
+        self._indices = IndexMemory(self.port, 4 * shape.tokens)
+        self._bare = self.port.new_stream((current,)) if self.loads.ring_bytes else None
         self._fill()
 
     def _fill(self) -> None:
@@ -115,6 +129,22 @@ class Engine:
         self.port.synchronize(landing.last)
         return queued_s, self.port.seconds_between(first, landing.last)
 
+    def read_in_place(self, pages: np.ndarray[Any, Any]) -> float:
+        """Loads the prompt by kernels that read the slots themselves; seconds.
+
+        On a CPU it is what a load is.
+        """
+        if not self.loads.ring_bytes:
+            return self.load(pages)[1]
+        port, stream = self.port, self._bare
+        port.wait(stream, port.record(port.current_stream()))
+        begin = port.record(stream)
+        with port.on(stream):
+            read_in_place(port, self.copier, self._indices, pages, self.rows)
+        ended = port.record(stream)
+        port.synchronize(ended)
+        return port.seconds_between(begin, ended)
+
     def save(self) -> float:
         """Saves the prompt to slots of the second half; seconds."""
         started_s = time.monotonic()
@@ -123,7 +153,7 @@ class Engine:
         return time.monotonic() - started_s
 
     def check(self) -> None:
-        """Loads, saves, and loads what was saved.
+        """Loads, saves, and loads what was saved, in both ways.
 
         Raises:
             CaseFailedError: other bits come back.
@@ -131,36 +161,69 @@ class Engine:
         self.load(self.pages)
         want = [each.clone() for each in (*self.pool.k, *self.pool.v)]
         self.save()
+        self._check(want, lambda: self.load(self.pages + self.num_pages))
+
+    def check_in_place(self) -> None:
+        """The same of `read_in_place`, of what the first half of the slots holds.
+
+        Raises:
+            CaseFailedError: other bits come back.
+        """
+        self.load(self.pages)
+        want = [each.clone() for each in (*self.pool.k, *self.pool.v)]
+        self._check(want, lambda: self.read_in_place(self.pages))
+
+    def _check(self, want: list[torch.Tensor], load: Callable[[], object]) -> None:
         for each in (*self.pool.k, *self.pool.v):
             each.zero_()
-        self.load(self.pages + self.num_pages)
+        load()
         for have, wanted in zip((*self.pool.k, *self.pool.v), want, strict=True):
             if not torch.equal(have.view(torch.int16), wanted.view(torch.int16)):
                 raise CaseFailedError("what was saved and loaded is not what the pool held")
 
-    def bare_copies(self, *, back: bool, whole: bool) -> float:
-        """Copies the prompt's slots without looking at them; seconds.
+    def bare_copies(self, *, back: bool, how: str) -> float:
+        """Copies the prompt's slots, or what of them is KV, without looking at them; seconds.
 
         Args:
             back: to DRAM instead of from it.
-            whole: all slots as one copy; else a copy a page, as loads and saves do.
+            how: one of `BARE`.
         """
-        slots, num, port = self.arena.slots[: self.num_pages], self.num_pages, self.port
-        pages = self.pages
-        if whole:
-            slots, num, pages = slots.reshape(1, -1), 1, pages[:1]
-        memory = port.empty(slots.size).reshape(num, -1)
-        span = slice(0, slots.shape[1])
-        stream = port.new_stream((port.current_stream(),)) if self.loads.ring_bytes else None
+        slots, port = self.arena.slots[: self.num_pages], self.port
+        if how == "whole":
+            slots = slots.reshape(1, -1)
+        memory, done = port.empty(slots.size), 0
+        calls: list[tuple[Any, Any, slice]] = []
+        for pages, span in self._pieces(slots, how):
+            end = done + len(pages) * (span.stop - span.start)
+            calls.append((memory[done:end].reshape(len(pages), -1), pages, span))
+            done = end
+        stream = self._bare
         begin = port.record(stream)
         with port.on(stream):
-            port.bring(memory, slots, pages, span)
+            for here, pages, span in calls:
+                port.bring(here, slots, pages, span)
             if back:
                 begin = port.record(stream)
-                port.send(slots, pages, span, memory)
-        end = port.record(stream)
-        port.synchronize(end)
-        return port.seconds_between(begin, end)
+                for here, pages, span in calls:
+                    port.send(slots, pages, span, here)
+        ended = port.record(stream)
+        port.synchronize(ended)
+        return port.seconds_between(begin, ended)
+
+    def _pieces(
+        self, slots: np.ndarray[Any, Any], how: str
+    ) -> Iterator[tuple[np.ndarray[Any, Any], slice]]:
+        """Which slots' which bytes are copied in each call."""
+        if how in ("whole", "pages"):
+            yield np.arange(len(slots)), slice(0, slots.shape[1])
+            return
+        layer_bytes = self.copier.layer_bytes[0]
+        most = max(1, self.shape.ring_bytes // NUM_BUFFERS // layer_bytes)
+        size = layer_bytes if how == "layers" else LATENT_BYTES
+        for first in range(0, len(self.pages), most):
+            for at in range(HEADER_BYTES, self.layout.tail_offset, size):
+                span = slice(at, min(at + size, self.layout.tail_offset))
+                yield self.pages[first : first + most], span
 
     def close(self) -> None:
         """Gives threads and memory back."""

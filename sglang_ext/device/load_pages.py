@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.device.ports.base import DevicePort
+from sglang_ext.device.ring import take_memory
 from sglang_ext.kernels.rope import Corrections
 
 I64 = npt.NDArray[np.int64]
@@ -69,6 +70,11 @@ class LoadPages:
             for first in range(begin, end, step):
                 yield self.part(first, min(first + step, end), page_size)
 
+    def of_layers(self, layers: range) -> LoadPages:
+        """The same without what belongs to other layers."""
+        found = [each if at in layers else None for at, each in enumerate(self.corrections)]
+        return replace(self, corrections=found)
+
     def chosen(self, which: I64, page_size: int) -> LoadPages:
         """Some pages of these, which must be whole."""
         tokens = (which[:, None] * page_size + np.arange(page_size)).reshape(-1)
@@ -118,34 +124,80 @@ class PageSource:
     first_byte: int = 0
 
 
-def uploaded(parts: list[LoadPages], port: DevicePort) -> list[LoadPages]:
-    """The same with all that kernels read beside the pages on the device: one copy in all."""
-    pieces: list[npt.NDArray[Any]] = []
-    for part in parts:
-        pieces += [part.positions, part.saved_positions]
-        for found in part.corrections:
-            if found is not None:
-                pieces += [found.page, found.element, found.bits]
-    if not pieces:
-        return parts
-    flat = port.upload(np.concatenate([piece.astype(np.int64) for piece in pieces]))
-    borders = itertools.pairwise(itertools.accumulate(map(len, pieces), initial=0))
+class IndexMemory:
+    """Memory of the device for what kernels read beside pages, so that no load can lack it.
 
-    def take() -> Any:
-        begin, end = next(borders)
-        return flat[begin:end]
+    One stream copies to it and runs the kernels that read it, so each copy is behind those that
+    read what was there before. Guarded by who queues loads.
 
-    placed = []
-    for part in parts:
-        positions, saved = take(), take()
-        corrections = [
-            None if found is None else Corrections(take(), take(), take())
-            for found in part.corrections
-        ]
-        placed.append(
-            replace(part, positions=positions, saved_positions=saved, corrections=corrections)
-        )
-    return placed
+    Args:
+        port: the device.
+        num_values: how many it has room for.
+
+    Raises:
+        HierKVConfigError: the device has no room for it.
+    """
+
+    def __init__(self, port: DevicePort, num_values: int) -> None:
+        self._port = port
+        self.num_values = num_values
+        (self._memory,) = take_memory(port, (8 * num_values,))
+
+    @property
+    def num_bytes(self) -> int:
+        """Its size."""
+        return 8 * self.num_values
+
+    def has_room(self, parts: Sequence[LoadPages]) -> bool:
+        """Whether there is room for what belongs to all of these at a time."""
+        return sum(len(piece) for part in parts for piece in _pieces(part)) <= self.num_values
+
+    def split(self, part: LoadPages, page_size: int) -> Iterator[LoadPages]:
+        """Parts of these pages, each of which there is room for."""
+        if len(part.page_slots) == 1 or self.has_room([part]):
+            yield part
+            return
+        middle = len(part.page_slots) // 2
+        yield from self.split(part.part(0, middle, page_size), page_size)
+        yield from self.split(part.part(middle, len(part.page_slots), page_size), page_size)
+
+    def place(self, parts: Sequence[LoadPages]) -> list[LoadPages]:
+        """The same with what kernels read of them on the device: one copy, on the current stream.
+
+        What was placed before is overwritten.
+        """
+        pieces = [piece for part in parts for piece in _pieces(part)]
+        if not pieces:
+            return list(parts)
+        values = np.concatenate([piece.astype(np.int64) for piece in pieces])
+        flat = self._port.upload(values, self._memory)
+        borders = itertools.pairwise(itertools.accumulate(map(len, pieces), initial=0))
+        placed = (flat[begin:end] for begin, end in borders)
+        return [_placed(part, placed) for part in parts]
+
+
+def _pieces(part: LoadPages) -> Iterator[npt.NDArray[Any]]:
+    """What kernels read of pages of one kind, beside them and their rows."""
+    kind = int(part.how[0])
+    if kind != COPY:
+        yield part.positions
+    if kind == MOVE:
+        yield part.saved_positions
+    for found in part.corrections:
+        if found is not None:
+            yield from (found.page, found.element, found.bits)
+
+
+def _placed(part: LoadPages, pieces: Iterator[Any]) -> LoadPages:
+    """The same with its `_pieces` on the device; what no kernel reads is left out."""
+    kind = int(part.how[0])
+    positions = next(pieces) if kind != COPY else None
+    saved = next(pieces) if kind == MOVE else None
+    corrections = [
+        None if found is None else Corrections(next(pieces), next(pieces), next(pieces))
+        for found in part.corrections
+    ]
+    return replace(part, positions=positions, saved_positions=saved, corrections=corrections)
 
 
 def _of_pages(found: Corrections | None, begin: int, stop: int) -> Corrections | None:

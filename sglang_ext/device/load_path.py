@@ -25,9 +25,14 @@ import numpy.typing as npt
 import torch
 
 from sglang_ext.device.copier import PageCopier
-from sglang_ext.device.load_pages import LoadPages, PageSource, uploaded
+from sglang_ext.device.load_pages import IndexMemory, LoadPages, PageSource
 from sglang_ext.device.ports.base import DevicePort
+from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.ring import Buffer, Ring
+
+# For each row of the pool a position, and as much again for what pages list: some 10 in a million
+# values of K are, three numbers each.
+_VALUES_A_ROW = 2
 
 I64 = npt.NDArray[np.int64]
 
@@ -65,42 +70,54 @@ class Landing:
 class LoadPath:
     """Queues loads on a device. Threads may share it.
 
+    All memory of the device is taken here: a load that found none would fail a request whose
+    forward runs.
+
     Args:
         port: the device.
         copier: what knows pages and pool.
-        forward_stream: SGLang's.
+        streams: those of the engine.
         ring_bytes: memory on the device to bring pages to; unused where kernels read the arena.
     """
 
     def __init__(
-        self, port: DevicePort, copier: PageCopier, forward_stream: Any, ring_bytes: int
+        self, port: DevicePort, copier: PageCopier, streams: Streams, ring_bytes: int
     ) -> None:
         self._port = port
         self._copier = copier
-        self._forward_stream = forward_stream
+        self._streams = streams
         self._queueing = threading.Lock()
-        self._copies: Any = None
-        self._scatters: Any = None
         self._ring: Ring | None = None
         if port.brings_pages:
             self._ring = Ring(port, max(copier.layer_bytes), ring_bytes)
+            of_page = 2 * copier.page_size + 3 * copier.layout.max_corrections
+            most = max(_VALUES_A_ROW * copier.pool.num_slots, of_page)
+            self._indices = IndexMemory(port, most)
+            # What one prompt needs; memory for more is page-locked when it comes to that.
+            of_prompt = 2 * min(copier.pool.num_slots, copier.rules.max_position)
+            port.prepare_uploads(max(of_prompt, of_page))
+
+    @property
+    def _copies(self) -> Any:
+        return self._streams.copies
+
+    @property
+    def _scatters(self) -> Any:
+        return self._streams.scatters
 
     @property
     def ring_bytes(self) -> int:
         """Memory on the device that loads keep for themselves."""
-        return 0 if self._ring is None else self._ring.num_bytes
+        return 0 if self._ring is None else self._ring.num_bytes + self._indices.num_bytes
 
     def fence(self) -> Fence:
         """What the next loads must not overtake; from the thread that launches forwards."""
         port, current = self._port, self._port.current_stream()
-        if self._scatters is None:  # not before: here the current stream is the scheduler's
-            used = (self._forward_stream, current)
-            self._copies = port.new_stream(used)
-            self._scatters = port.new_stream((*used, self._copies))
+        self._streams.take(current)
         here = port.record(current)
-        if self._forward_stream is None:
+        if self._streams.forwards is None:
             return Fence(here, (here,))
-        return Fence(here, (here, port.record(self._forward_stream)))
+        return Fence(here, (here, port.record(self._streams.forwards)))
 
     def queue(
         self,
@@ -135,8 +152,8 @@ class LoadPath:
     def before_forwards(self, event: Any) -> None:
         """Lets what SGLang launches from now on wait, on the device, for an event of a load."""
         self._port.wait(self._port.current_stream(), event)
-        if self._forward_stream is not None:
-            self._port.wait(self._forward_stream, event)
+        if self._streams.forwards is not None:
+            self._port.wait(self._streams.forwards, event)
 
     def in_forward_order(self, *inputs: torch.Tensor) -> AbstractContextManager[None]:
         """Context whose work runs where the forwards do, behind the current stream's so far.
@@ -145,7 +162,7 @@ class LoadPath:
             inputs: tensors of the current stream's that it uses.
         """
         port, current = self._port, self._port.current_stream()
-        stream = self._forward_stream
+        stream = self._streams.forwards
         if stream is None or not port.brings_pages:
             return port.on(current)
         port.wait(stream, port.record(current))
@@ -176,6 +193,9 @@ class LoadPath:
         port.wait(scatters, fence.rows_known)
         with port.on(scatters):
             parts = self._parts(ring, loads)
+            are_placed = self._indices.has_room(parts)
+            if are_placed:
+                parts = self._indices.place(parts)
         for event in fence.rows_free:
             port.wait(scatters, event)
         busy: list[tuple[Any, Any]] = []
@@ -187,6 +207,8 @@ class LoadPath:
                 begun = port.record(scatters)
                 try:
                     with port.on(scatters):
+                        if not are_placed:  # each in its turn, behind the kernels of the one before
+                            (part,) = self._indices.place([part.of_layers(layers)])
                         for layer in layers:
                             self._copier.load_layer(part, layer, source)
                 finally:  # what was launched before an error reads the buffer all the same
@@ -204,7 +226,7 @@ class LoadPath:
             split = [part for pages in prepared for part in pages.of_one_kind(size, most)]
             for part in split:
                 self._copier.require_positions(part)
-            parts += uploaded(split, self._port)
+                parts += self._indices.split(part, size)
         return parts
 
     def _bring(
@@ -245,9 +267,9 @@ class LoadParts:
         return sum(path.ring_bytes for path in self._paths)
 
     def fence(self) -> Fence:
-        """See `LoadPath.fence`; each path makes its streams here."""
-        fences: list[Fence] = [path.fence() for path in self._paths]
-        return fences[0]
+        """See `LoadPath.fence`."""
+        fence: Fence = self._paths[0].fence()
+        return fence
 
     def queue(
         self,
@@ -257,7 +279,8 @@ class LoadParts:
     ) -> Landing:
         """Queues the loads of each part; see `LoadPath.queue`.
 
-        A part is ordered behind the one before it, so the last event is behind all.
+        A part is ordered behind the one before it, by the stream that they share or, of states, by
+        an event, so the last event is behind all.
         """
         if len(self._paths) == 1:
             alone: Landing = self._paths[0].queue(loads[0], fence, on_layer)

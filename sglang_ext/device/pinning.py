@@ -53,7 +53,8 @@ def pin_memory(
 ) -> int:
     """Registers the arena with CUDA; where that fails, copies are slower but right.
 
-    Whole slots at a time: no copy crosses the border of two registrations.
+    Whole slots at a time: no copy crosses the border of two registrations. They end before the
+    arena's memory does, or with the process.
 
     Args:
         arena: the memory.
@@ -82,5 +83,12 @@ def pin_memory(
             break
         pinned.append(arena.address + done)
         done += size
-    atexit.register(lambda: [runtime.cudaHostUnregister(address) for address in pinned])
+
+    def unpin() -> None:
+        atexit.unregister(unpin)
+        while pinned:
+            runtime.cudaHostUnregister(pinned.pop())
+
+    arena.before_unmap(unpin)
+    atexit.register(unpin)
     return done

@@ -25,6 +25,7 @@ import torch
 from sglang_ext.device.copier import PageCopier, SavedPage
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND, ROPE_PRE, tail_head
 from sglang_ext.device.ports.base import DevicePort
+from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.ring import Ring, take_memory
 from sglang_ext.device.rope_discovery import refresh_spec
 from sglang_ext.kernels.rope import Listing, PagedView
@@ -77,7 +78,7 @@ class SavePath:
     Args:
         port: the device.
         copier: what knows pages and pool.
-        forward_stream: SGLang's.
+        streams: those of the engine.
         ring_bytes: memory on the device to lay pages out in; unused where kernels write the arena.
 
     Raises:
@@ -85,14 +86,12 @@ class SavePath:
     """
 
     def __init__(
-        self, port: DevicePort, copier: PageCopier, forward_stream: Any, ring_bytes: int
+        self, port: DevicePort, copier: PageCopier, streams: Streams, ring_bytes: int
     ) -> None:
         self._port = port
         self._copier = copier
-        self._forward_stream = forward_stream
+        self._streams = streams
         self.busy_s = 0.0
-        self._gathers: Any = None
-        self._sends: Any = None
         self._ring: Ring | None = None
         if port.brings_pages:
             self._ring = Ring(port, max(copier.layer_bytes), ring_bytes, _NUM_BUFFERS)
@@ -107,6 +106,14 @@ class SavePath:
         sizes = (self._most * self._tail_bytes, values, 4 * tokens)
         self._tails, self._wrong, self._misses = take_memory(port, sizes)
         self._tails_sent: Any = None  # event; None while nothing was
+
+    @property
+    def _gathers(self) -> Any:
+        return self._streams.gathers
+
+    @property
+    def _sends(self) -> Any:
+        return self._streams.sends
 
     @property
     def ring_bytes(self) -> int:
@@ -124,11 +131,9 @@ class SavePath:
             return []
         port = self._port
         writers = [port.current_stream()]  # here the scheduler's
-        if self._forward_stream is not None:
-            writers.append(self._forward_stream)
-        if self._gathers is None:
-            self._gathers = port.new_stream((*writers,))
-            self._sends = port.new_stream((*writers, self._gathers))
+        self._streams.take(*writers)
+        if self._streams.forwards is not None:
+            writers.append(self._streams.forwards)
         return [port.record(stream) for stream in writers]
 
     def enter_thread(self) -> None:
@@ -332,9 +337,9 @@ class SaveParts:
         return self._paths[part]
 
     def ready_events(self) -> list[Any]:
-        """See `SavePath.ready_events`; each path makes its streams here."""
-        events: list[list[Any]] = [path.ready_events() for path in self._paths]
-        return events[0]
+        """See `SavePath.ready_events`."""
+        events: list[Any] = self._paths[0].ready_events()
+        return events
 
     def enter_thread(self) -> None:
         """See `SavePath.enter_thread`."""

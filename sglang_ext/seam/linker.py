@@ -3,7 +3,8 @@
 SGLang calls every public method from the scheduler's thread; none of them waits for the device. On
 a CPU, which does the work itself, `finish_layer_wise_loading` (which SGLang calls after the forward
 that used the load) waits for the last copy, and `restore_pages` copies. The quiescing ones wait for
-the save thread, as SGLang asks for that: a flush or new weights must find no save under way.
+the save thread, 30 s at most: a flush or new weights must find no save under way, and where SGLang
+lacks the room of a state, one that is being saved has to make it.
 
 Jobs run in the order they were queued. Completed saves are reported in that order too, as SGLang
 pairs them with its own list.
@@ -30,6 +31,7 @@ from sglang_ext.device.load_pages import LoadPages
 from sglang_ext.device.load_path import LoadParts, LoadPath
 from sglang_ext.device.load_thread import LoadThread
 from sglang_ext.device.ports import DevicePort
+from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.save_path import SaveParts, SavePath
 from sglang_ext.device.save_thread import SaveThread
 from sglang_ext.device.states.snapshots import Snapshots
@@ -95,7 +97,6 @@ class HierKVLinker(UnifiedCacheLinker):
             self.pools[PoolName.SWA] = kv_pool
             copiers += windows.copiers
             model_layers = windows.model_layers
-        self.forward_stream = forward_stream
         self.layer_done_counter = LoadCounter(num_layers)
         self._place: Place | None = None
         self.accepts_all = accepts_all
@@ -103,13 +104,12 @@ class HierKVLinker(UnifiedCacheLinker):
         self._port = port
         self._copiers = copiers
         num_bytes = ring_bytes // len(copiers)
-        loads: list[Any] = [LoadPath(port, each, forward_stream, num_bytes) for each in copiers]
-        saves: list[Any] = [
-            SavePath(port, each, forward_stream, num_bytes // 2) for each in copiers
-        ]
+        self._streams = streams = Streams(port, forward_stream)
+        loads: list[Any] = [LoadPath(port, each, streams, num_bytes) for each in copiers]
+        saves: list[Any] = [SavePath(port, each, streams, num_bytes // 2) for each in copiers]
         if snapshots is not None:
             self.pools[PoolName.MAMBA] = kv_pool
-            ways = (port, snapshots, store.arena.slots, forward_stream)
+            ways = (port, snapshots, store.arena.slots, streams)
             loads.append(StateLoadPath(*ways))
             saves.append(StateSavePath(*ways))
             model_layers = list(map(tuple, state_layers))
@@ -128,6 +128,17 @@ class HierKVLinker(UnifiedCacheLinker):
             on_load,
             has_states=snapshots is not None,
         )
+
+    def take_streams(self, avoid: Sequence[Any]) -> None:
+        """Takes the device's streams that loads and saves run on; before the first of them.
+
+        Args:
+            avoid: SGLang's, or None, which must be none of these, beside the one for forwards.
+
+        Raises:
+            RuntimeError: the device has not so many.
+        """
+        self._streams.take(*avoid)
 
     @property
     def device_rows(self) -> list[torch.Tensor]:

@@ -308,16 +308,28 @@ class SimulatedDevice(DevicePort):
                 return page_slots[: -(-len(page_slots) // 2)].copy(), True
         return page_slots.copy(), False
 
-    def upload(self, values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        staged, memory = values.copy(), self._take(len(values))
+    def upload(
+        self, values: npt.NDArray[np.int64], memory: npt.NDArray[np.uint8] | None = None
+    ) -> npt.NDArray[np.int64]:
+        if memory is not None:
+            return self._upload_to(memory.view(np.int64)[: len(values)], values.copy())
+        taken = self._take(len(values))
+        self._upload_to(taken, values.copy())
+        free = self._heap[self.current_stream().name, len(taken)]
+        return np.asarray(_Handle(taken, free.append))[: len(values)]
+
+    def prepare_uploads(self, num_values: int) -> None: ...
+
+    def _upload_to(
+        self, memory: npt.NDArray[np.int64], staged: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.int64]:
 
         def copy() -> None:
             memory[: len(staged)] = staged
 
         self.count("uploads")
         self.launch("upload", copy, (), self.cells_of(memory))
-        free = self._heap[self.current_stream().name, len(memory)]
-        return np.asarray(_Handle(memory, free.append))[: len(values)]
+        return memory
 
     def _take(self, count: int) -> npt.NDArray[np.int64]:
         """Memory for indices: such as was given back on this stream, as torch does."""

@@ -104,8 +104,20 @@ class DevicePort(ABC):
         """Queues copies of the device's memory to a part of some pinned slots: `bring`, back."""
 
     @abstractmethod
-    def upload(self, values: npt.NDArray[np.int64]) -> Any:
-        """Queues a copy of indices to the device; `values` may change after the call."""
+    def upload(self, values: npt.NDArray[np.int64], memory: Any = None) -> Any:
+        """Queues a copy of indices to the device; `values` may change after the call.
+
+        Args:
+            values: the indices.
+            memory: of `empty`, to copy them to; None: some that is free, if any is.
+
+        Raises:
+            torch.OutOfMemoryError: none is free.
+        """
+
+    @abstractmethod
+    def prepare_uploads(self, num_values: int) -> None:
+        """Takes what uploads of up to so many values need of the host now; at start."""
 
     @abstractmethod
     def rows(self, token_slots: torch.Tensor) -> Any:

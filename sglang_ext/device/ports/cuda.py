@@ -25,8 +25,13 @@ _DRAWS = 65
 # forward runs before the scheduler's thread has to ask CUDA for page-locked memory.
 _SMALL_UPLOAD = 4096
 _SMALL_UPLOADS = 16
-# A load of 8,192 tokens of an 8B model takes some thirty, a save as many.
-_EVENTS = 256
+# Larger ones are of a prompt: while one waits for a forward the next is prepared. More than a
+# million values at a time, 8 MB, are of several long ones; memory for these is page-locked then.
+_LARGE_UPLOADS = 2
+_LARGEST_UPLOAD = 1 << 20
+# A load of 8,192 tokens of an 8B model takes 131, four a layer, and a save half as many; while one
+# load waits for a forward the next is queued.
+_EVENTS = 512
 
 
 class _Event:
@@ -95,7 +100,12 @@ class CudaPort(DevicePort):
         self._thread.start()
 
     def enter_thread(self) -> None:
-        """Lets the thread go on while another one captures a graph."""
+        """Has the thread use this device, and go on while another one captures a graph.
+
+        A new thread's device is the first one, whichever its process uses: the first call of CUDA's
+        there would take memory of that device.
+        """
+        self._cuda.set_device(self._device)
         if self._runtime is not None:
             try:
                 self._runtime.allow_during_capture()
@@ -104,6 +114,8 @@ class CudaPort(DevicePort):
 
     def new_stream(self, avoid: tuple[Any, ...]) -> Any:
         """A stream of torch's pool that is none of `avoid`, nor one that was given before.
+
+        None is given back: `Streams` takes all that an engine has.
 
         Raises:
             RuntimeError: the pool has no other.
@@ -194,12 +206,21 @@ class CudaPort(DevicePort):
         for row, slot in enumerate(page_slots.tolist()):
             torch.from_numpy(slots[slot, span]).copy_(source[row], non_blocking=True)
 
-    def upload(self, values: npt.NDArray[np.int64]) -> Any:
+    def upload(self, values: npt.NDArray[np.int64], memory: Any = None) -> Any:
         """Copies by way of page-locked memory, which torch keeps until the copy is done."""
-        # One size for all small ones: see `_SMALL_UPLOADS`.
-        staged = pinned(max(len(values), _SMALL_UPLOAD))[: len(values)]
+        staged = pinned(_staging_size(len(values)))[: len(values)]
         staged.numpy()[:] = values
-        return staged.to(self._device, non_blocking=True)
+        if memory is None:
+            return staged.to(self._device, non_blocking=True)
+        return memory.view(torch.int64)[: len(values)].copy_(staged, non_blocking=True)
+
+    def prepare_uploads(self, num_values: int) -> None:
+        """Page-locks memory for each size, which torch keeps: CUDA takes its time for that."""
+        largest = min(num_values, _LARGEST_UPLOAD)
+        sizes = {_staging_size(min(1 << bits, largest)) for bits in range(largest.bit_length() + 1)}
+        # Held together, as in `__init__`.
+        blocks = [pinned(size) for size in sorted(sizes) for _ in range(_LARGE_UPLOADS)]
+        del blocks
 
     def rows(self, token_slots: torch.Tensor) -> Any:
         """They stay on the device."""
@@ -229,6 +250,8 @@ class CudaPort(DevicePort):
             reason = "other bytes came than were sent"
         except CudartError as error:
             reason = str(error)
+        finally:
+            self._given.remove(stream)
         logger.info("hier-kv: pages are copied one by one: %s", reason)
         return False
 
@@ -250,6 +273,11 @@ def _addresses(
     """Where pages lie in memory of the device, one behind the other, and in slots."""
     on_device = memory.data_ptr() + np.arange(len(page_slots)) * (span.stop - span.start)
     return on_device, slots.ctypes.data + page_slots * slots.strides[0] + span.start
+
+
+def _staging_size(num_values: int) -> int:
+    """Values of the page-locked memory that an upload goes through: few sizes, for all of them."""
+    return max(_SMALL_UPLOAD, 1 << (num_values - 1).bit_length() if num_values else 0)
 
 
 def pinned(count: int) -> torch.Tensor:

@@ -81,9 +81,12 @@ class HostPort(DevicePort):
         """Copies the bytes."""
         slots[page_slots, span] = source
 
-    def upload(self, values: npt.NDArray[np.int64]) -> Any:
+    def upload(self, values: npt.NDArray[np.int64], memory: Any = None) -> Any:
         """A copy of them."""
         return values.copy()
+
+    def prepare_uploads(self, num_values: int) -> None:
+        """They need nothing."""
 
     def rows(self, token_slots: torch.Tensor) -> Any:
         """As numpy has them."""

@@ -1,8 +1,8 @@
 """The ways of a snapshot between the device and DRAM, beside those of the pages.
 
 They do what `SavePath` and `LoadPath` do, with a state's slot in the place of rows. On a device
-with memory of its own a snapshot is laid out in a buffer there, on a stream of its own, and copied
-from or to page-locked slots.
+with memory of its own a snapshot is laid out in a buffer there, and copied from or to page-locked
+slots, each way on one stream.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from sglang_ext.device.copier import CopyError, SavedPage
 from sglang_ext.device.layout import ROPE_BOUND, read_tails, write_tail
 from sglang_ext.device.load_path import Fence, Landing
 from sglang_ext.device.ports.base import DevicePort
+from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.ring import take_memory
 from sglang_ext.device.save_path import SaveRun
 from sglang_ext.device.states.snapshots import Snapshots
@@ -29,13 +30,13 @@ U8 = npt.NDArray[np.uint8]
 
 
 class _StatePath:
-    """A stream for snapshots, and memory that the device can reach to copy one through.
+    """Memory that the device can reach, to copy a snapshot through.
 
     Args:
         port: the device.
         snapshots: what knows the states.
         slots: u8 `[num_slots, slot_bytes]`, the arena.
-        forward_stream: SGLang's.
+        streams: those of the engine.
 
     Attributes:
         ring_bytes: memory on the device that is kept for this.
@@ -44,14 +45,11 @@ class _StatePath:
         HierKVConfigError: the device has no room for a state.
     """
 
-    def __init__(
-        self, port: DevicePort, snapshots: Snapshots, slots: U8, forward_stream: Any
-    ) -> None:
+    def __init__(self, port: DevicePort, snapshots: Snapshots, slots: U8, streams: Streams) -> None:
         self._port = port
         self._snapshots = snapshots
         self._slots = slots
-        self._forward_stream = forward_stream
-        self._stream: Any = None
+        self._streams = streams
         self.ring_bytes = snapshots.num_bytes if port.brings_pages else 0
         (memory,) = take_memory(port, (snapshots.num_bytes,))
         self._parts = memory.reshape(snapshots.num_parts, snapshots.part_bytes)
@@ -66,16 +64,19 @@ class StateSavePath(_StatePath):
 
     busy_s = 0.0
 
+    @property
+    def _stream(self) -> Any:
+        return self._streams.gathers
+
     def ready_events(self) -> list[Any]:
         """See `SavePath.ready_events`."""
         port = self._port
         if not port.brings_pages:
             return []
         writers = [port.current_stream()]
-        if self._forward_stream is not None:
-            writers.append(self._forward_stream)
-        if self._stream is None:
-            self._stream = port.new_stream((*writers,))
+        self._streams.take(*writers)
+        if self._streams.forwards is not None:
+            writers.append(self._streams.forwards)
         return [port.record(stream) for stream in writers]
 
     def enter_thread(self) -> None:
@@ -135,17 +136,18 @@ class StateSavePath(_StatePath):
 class StateLoadPath(_StatePath):
     """Queues loads of snapshots on a device. Threads may share it."""
 
-    def __init__(
-        self, port: DevicePort, snapshots: Snapshots, slots: U8, forward_stream: Any
-    ) -> None:
-        super().__init__(port, snapshots, slots, forward_stream)
+    def __init__(self, port: DevicePort, snapshots: Snapshots, slots: U8, streams: Streams) -> None:
+        super().__init__(port, snapshots, slots, streams)
         self._queueing = threading.Lock()
+
+    @property
+    def _stream(self) -> Any:
+        return self._streams.states
 
     def fence(self) -> Fence:
         """See `LoadPath.fence`."""
         port, current = self._port, self._port.current_stream()
-        if self._stream is None:
-            self._stream = port.new_stream((self._forward_stream, current))
+        self._streams.take(current)
         here = port.record(current)
         return Fence(here, (here,))
 

@@ -392,8 +392,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req dp_attn_adapter "
             "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers "
             "pp_group attn_tp_group tp_worker spec_algorithm internal_state sliding_window_size "
-            "model_config"
+            "model_config schedule_stream copy_stream future_map"
         ),
+        # Streams that none of ours may be.
+        ("srt.managers.overlap_utils", "FutureMap"): "fwd_prepare_d2h_stream",
         (f"{_PD}.prefill", "PrefillBootstrapQueue"): "queue kv_manager",
         (f"{_PD}.decode", "DecodeTransferQueue"): "scheduler metadata_buffers queue",
         (f"{_PD}.decode", "DecodeRequest"): "req metadata_buffer_index kv_receiver",

@@ -87,6 +87,7 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     self.enable_unified_cache_external_linker = True
     self.enable_lmcache = True
     cache.bind_scheduler(self, build_truncator(self, cache.hier_config, cache.page_size))
+    cache.hier_linker.take_streams(_streams_of(self))
     check_transfer(self, cache)
     run_self_check(self, cache)
     # Window layers are stored as the full ones are: where these are bound, all are.
@@ -97,6 +98,18 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
         cache.identity.open(cache.store)
     except TierConfigError as error:
         raise HierKVConfigError(f"{error}.") from error
+
+
+def _streams_of(scheduler: Any) -> list[Any]:
+    """SGLang's streams beside the one for forwards, as far as they are known when it has started.
+
+    A stream of ours that were one of them would wait for it, and it for ours.
+    """
+    return [
+        scheduler.schedule_stream,
+        scheduler.copy_stream,
+        getattr(scheduler.future_map, "fwd_prepare_d2h_stream", None),
+    ]
 
 
 def _note_tenant(scheduler: Any, req: Any, message: Any) -> None:

@@ -1,6 +1,6 @@
 """The Triton rope kernels: under the interpreter, compiled for GPUs, and on one if there is one.
 
-By default they are compiled for one generation of GPUs; the long form has three.
+By default those of most models are compiled, for three generations of GPUs; the long form has more.
 """
 
 from __future__ import annotations

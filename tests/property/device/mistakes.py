@@ -14,6 +14,7 @@ from runtime_cpu import inprocess
 inprocess.prepare()
 
 from sglang_ext.device.load_counter import LoadCounter  # noqa: E402
+from sglang_ext.device.load_pages import IndexMemory  # noqa: E402
 from sglang_ext.device.load_path import Fence, Landing, LoadPath  # noqa: E402
 from sglang_ext.device.load_thread import LoadThread  # noqa: E402
 from sglang_ext.device.ring import Ring  # noqa: E402
@@ -152,7 +153,9 @@ def failed_load_not_awaited(patch: pytest.MonkeyPatch) -> None:
 
 def failed_load_not_awaited_by_forwards(patch: pytest.MonkeyPatch) -> None:
     real = LoadCounter.fail
-    patch.setattr(LoadCounter, "fail", lambda self, index, error, event: real(self, index, error))
+    patch.setattr(
+        LoadCounter, "fail", lambda self, index, error, event=None: real(self, index, error)
+    )
 
 
 def pins_of_a_failed_load_given_back(patch: pytest.MonkeyPatch) -> None:
@@ -188,17 +191,23 @@ def pins_of_a_restored_page_given_back(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(HierKVLinker, "_end_restore", end)
 
 
-def indices_given_back_to_another_stream(patch: pytest.MonkeyPatch) -> None:
-    """Uploaded where pages are brought: memory that is free there may still be read elsewhere."""
-    real = LoadPath._parts
+def indices_written_over_those_in_use(patch: pytest.MonkeyPatch) -> None:
+    """Uploaded where pages are brought: kernels of the load before may still read theirs."""
+    real, place = LoadPath._bring_and_scatter, IndexMemory.place
 
-    def parts(self: LoadPath, *args: Any) -> Any:
-        with self._port.on(self._copies):
-            made = real(self, *args)
-        self._port.wait(self._scatters, self._port.record(self._copies))
-        return made
+    def bring_and_scatter(self: LoadPath, *args: Any) -> Any:
+        indices, port = self._indices, self._port
 
-    patch.setattr(LoadPath, "_parts", parts)
+        def elsewhere(parts: Any) -> Any:
+            with port.on(self._copies):
+                made = place(indices, parts)
+            port.wait(self._scatters, port.record(self._copies))
+            return made
+
+        indices.place = elsewhere  # type: ignore[method-assign]
+        return real(self, *args)
+
+    patch.setattr(LoadPath, "_bring_and_scatter", bring_and_scatter)
 
 
 def saves_not_awaited(patch: pytest.MonkeyPatch) -> None:
@@ -317,7 +326,7 @@ MISTAKES: tuple[Mutation, ...] = (
     pins_of_a_failed_load_given_back,
     buffer_of_a_failed_launch_reused,
     pins_of_a_restored_page_given_back,
-    indices_given_back_to_another_stream,
+    indices_written_over_those_in_use,
     saves_not_awaited,
     failed_saves_not_awaited,
     saved_before_it_was_written,

@@ -20,7 +20,8 @@ inprocess.prepare()
 from sglang_ext.assembly import draft_setup  # noqa: E402
 from sglang_ext.device.load_path import Fence, Landing, LoadParts, LoadPath  # noqa: E402
 from sglang_ext.device.load_thread import LoadThread  # noqa: E402
-from sglang_ext.device.save_path import SavePath  # noqa: E402
+from sglang_ext.device.ports.streams import Streams  # noqa: E402
+from sglang_ext.device.save_path import SaveParts, SavePath  # noqa: E402
 from sglang_ext.device.states.state_path import StateLoadPath, StateSavePath  # noqa: E402
 from sglang_ext.device.transfers import LoadJob  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
@@ -39,6 +40,7 @@ from tests.property.worlds.device_world import (  # noqa: E402
     MUST_HAPPEN,
     DeviceWorld,
     run_seeds,
+    run_world,
     run_worlds,
 )
 
@@ -60,21 +62,30 @@ def test_nothing_is_read_or_written_out_of_order(
     run_worlds(kind, (*MUST_HAPPEN, *also))
 
 
+@pytest.mark.parametrize("kind", [StateWorld, WindowWorld, BlockWorld])
+def test_all_parts_share_five_streams(kind: type[DeviceWorld]) -> None:
+    """torch has 32 a device, of which SGLang has some."""
+    world = run_world(kind, 1)
+    of_threads = [stack for stack in world.device._on.values() if stack]
+    assert len(world.device._streams) == 5 + len(of_threads) + 1  # and the one for forwards
+
+
 # Ways to get the order wrong: each is put in, and must be found.
 
 
 def state_saved_before_it_was_written(patch: pytest.MonkeyPatch) -> None:
-    real = StateSavePath.saving
-    patch.setattr(StateSavePath, "saving", lambda self, events: real(self, []))
+    real = SaveParts.saving
+    patch.setattr(SaveParts, "saving", lambda self, events: real(self, []))
 
 
 def slot_given_away_before_its_copy(patch: pytest.MonkeyPatch) -> None:
-    """A state is said to be saved when that is queued."""
+    """A state is said to be saved when that is queued; pages, on its stream, wait in `save`."""
 
     @contextmanager
-    def saving(self: StateSavePath, events: list[Any]) -> Iterator[None]:
+    def saving(self: SaveParts, events: list[Any]) -> Iterator[None]:
+        path = self._paths[1]
         for event in events:
-            self._port.wait(self._stream, event)
+            path._port.wait(path._stream, event)
         yield
 
     real = StateSavePath.save
@@ -90,7 +101,7 @@ def slot_given_away_before_its_copy(patch: pytest.MonkeyPatch) -> None:
             port.synchronize = synchronize  # type: ignore[method-assign]
             port.seconds_between = seconds_between  # type: ignore[method-assign]
 
-    patch.setattr(StateSavePath, "saving", saving)
+    patch.setattr(SaveParts, "saving", saving)
     patch.setattr(StateSavePath, "save", save)
 
 
@@ -141,7 +152,7 @@ def state_brought_over_one_that_is_scattered(patch: pytest.MonkeyPatch) -> None:
     real = StateLoadPath.queue
 
     def queue(self: StateLoadPath, *args: Any) -> Landing:
-        self._stream = self._port.new_stream(())
+        self._streams.states = self._port.new_stream(())
         return real(self, *args)
 
     patch.setattr(StateLoadPath, "queue", queue)
@@ -187,14 +198,31 @@ def failed_state_load_not_awaited(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LoadParts, "behind_queued", lambda self: self._paths[0].behind_queued())
 
 
-def parts_not_behind_one_another(patch: pytest.MonkeyPatch) -> None:
+def parts_on_streams_of_their_own(patch: pytest.MonkeyPatch) -> None:
     """The last one's event stands for all, and layers in two groups are written by both."""
+
+    class Own(Streams):
+        pass
+
     real = LoadPath.queue
 
     def queue(self: LoadPath, loads: Any, fence: Fence, on_layer: Any) -> Landing:
+        if not isinstance(self._streams, Own):
+            self._streams = Own(self._port, self._streams.forwards)
+            self._streams.take()
         return real(self, loads, replace(fence, rows_free=fence.rows_free[:2]), on_layer)
 
     patch.setattr(LoadPath, "queue", queue)
+
+
+def states_not_behind_the_pages(patch: pytest.MonkeyPatch) -> None:
+    """A state has a stream of its own, and its event stands for the pages, too."""
+    real = StateLoadPath.queue
+
+    def queue(self: StateLoadPath, loads: Any, fence: Fence, on_layer: Any) -> Landing:
+        return real(self, loads, replace(fence, rows_free=fence.rows_free[:2]), on_layer)
+
+    patch.setattr(StateLoadPath, "queue", queue)
 
 
 def gaps_left_as_they_were(patch: pytest.MonkeyPatch) -> None:
@@ -269,11 +297,12 @@ def scheduler_uploads_indices(patch: pytest.MonkeyPatch) -> None:
         (StateWorld, rows_looked_at_before_they_are_known),
         (StateWorld, scheduler_reads_a_slot),
         (StateWorld, scheduler_uploads_indices),
-        (WindowWorld, parts_not_behind_one_another),
+        (StateWorld, states_not_behind_the_pages),
+        (WindowWorld, parts_on_streams_of_their_own),
         (WindowWorld, pins_given_back_with_the_first_part),
         (WindowWorld, rows_looked_at_before_they_are_known),
         (WindowWorld, tensors_given_up_when_the_load_is_queued),
-        (BlockWorld, parts_not_behind_one_another),
+        (BlockWorld, parts_on_streams_of_their_own),
         (BlockWorld, gaps_left_as_they_were),
         (DraftWorld, draft_waits_for_its_own_layer),
     ],

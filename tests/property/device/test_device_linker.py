@@ -17,6 +17,7 @@ from tests.long_form import count
 from tests.property.device.linker_on_device import LinkerOnDevice
 from tests.property.device.mistakes import MISTAKES, Mutation, may_end_a_thread
 from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.linker_world import Trap
 
 ROUNDS = count(1, 20)  # of 500 operations, and on until all is seen
 WORLDS: dict[str, dict[str, Any]] = {
@@ -75,7 +76,7 @@ def _run_worlds(folder: Path, num: int) -> None:
             for _ in range(1000):
                 world.step()
             world.settle()
-        except DeviceThreadError:  # something else that the mistake breaks
+        except (DeviceThreadError, Trap):  # something else that the mistake breaks
             continue
         finally:
             world.close()

@@ -1,6 +1,6 @@
 """Loads and saves on a simulated device: in no order that it runs them do two accesses race.
 
-The long form makes it 100,000 steps, of each kind of model. Hybrids are in
+The long form makes it 100,000 steps of each kind of model, in 666 worlds of 150. Hybrids are in
 `test_device_hybrids.py`.
 """
 
@@ -15,6 +15,8 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
+from sglang_ext.device import load_path  # noqa: E402
+from sglang_ext.device.load_pages import IndexMemory  # noqa: E402
 from sglang_ext.device.save_path import SavePath  # noqa: E402
 from testkit.simulated.device import ConflictError  # noqa: E402
 from tests.property.device.mistakes import MISTAKES, Mutation  # noqa: E402
@@ -54,6 +56,13 @@ def test_a_save_without_device_memory_is_a_miss(monkeypatch: pytest.MonkeyPatch)
 
 def test_nothing_is_read_or_written_out_of_order() -> None:
     run_worlds(DeviceWorld, (*MUST_HAPPEN, "sent at once", "sent behind an event"))
+
+
+def test_indices_that_come_part_by_part_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of more tokens than the device's memory for them was taken for."""
+    monkeypatch.setattr(load_path, "_VALUES_A_ROW", 0)
+    monkeypatch.setattr(IndexMemory, "has_room", lambda self, parts: len(parts) == 1)
+    run_worlds(DeviceWorld, ("load", "forward", "restore", "reuse", "loads at once"))
 
 
 class UnpinnedWorld(DeviceWorld):

@@ -27,7 +27,7 @@ MUST_HAPPEN = (
 # Seldom or never met here; the linker's world meets these.
 NOT_MET = {
     "rows_not_awaited", "layers_not_awaited", "pins_given_back_with_the_first_copy",
-    "indices_given_back_to_another_stream", "laid_out_over_what_is_sent",
+    "indices_written_over_those_in_use", "laid_out_over_what_is_sent",
     "failed_copies_not_awaited", "pins_given_back_when_queued",
     "pins_of_a_failed_load_given_back",
 }  # fmt: skip

@@ -23,9 +23,13 @@ from bench.core.output import Progress
 from bench.gpu import codec_kernels, kit, kit_run, servers, wheels
 from bench.gpu.case import SELFTEST, device_or_none, measure_copies
 from bench.gpu.case import run as run_case
-from bench.gpu.engine import TINY, Engine
+from bench.gpu.engine import BARE, LATENT_BYTES, TINY, Engine
 from bench.gpu.kernels import check_kernels
+from sglang_ext.device.ports import cuda
+from sglang_ext.device.ports.cuda import CudaPort
+from sglang_ext.device.ports.host import HostPort
 from testkit.server import ServerError
+from testkit.simulated.cuda import Cuda, HappenedEvent
 
 # A machine with a device need not have SGLang.
 _WITHOUT_SGLANG = (
@@ -52,6 +56,9 @@ def test_the_same_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     report = measure_copies(options(), device)
     assert report.results["device"] == "cpu, self-test"
     assert report.results["load_of_link"] > 0
+    assert report.results["in_place_of_load"] > 0
+    assert report.results["layers_of_link"] > 0
+    assert report.results["latents_of_link"] > 0
     assert report.results["save_gb_s"] > 0
 
 
@@ -72,6 +79,49 @@ def test_other_bits_are_no_figures() -> None:
             engine.check()
     finally:
         engine.close()
+
+
+def test_bare_copies_are_measured_as_often_as_one_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch has 32 streams a device and takes none back; the kit makes 64 such copies."""
+    stand_in = Cuda(num_streams=32, event=HappenedEvent)
+    monkeypatch.setattr(cuda, "pinned", lambda count: torch.empty(count, dtype=torch.int64))
+    monkeypatch.setattr(
+        "bench.gpu.engine.open_port", lambda device, pinned: CudaPort(device, stand_in)
+    )
+    made = Engine(torch.device("cpu"), TINY)
+    try:
+        for number in range(64):
+            assert made.bare_copies(back=number % 2 == 1, how=BARE[number % 4]) > 0
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("how", BARE)
+def test_bare_copies_move_what_loads_move_in_as_many_copies(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(torch.device("cpu"), TINY)
+    copies: list[int] = []  # bytes of each
+    real = HostPort.bring
+
+    def bring(self: HostPort, out: Any, slots: Any, pages: Any, span: slice) -> None:
+        copies.extend([span.stop - span.start] * len(pages))
+        real(self, out, slots, pages, span)
+
+    monkeypatch.setattr(HostPort, "bring", bring)
+    try:
+        engine.bare_copies(back=False, how=how)
+    finally:
+        engine.close()
+    slots, pages = engine.num_pages * engine.layout.slot_bytes, engine.num_pages
+    layers = [engine.copier.layer_bytes[0]] * (TINY.layers * pages)
+    assert max(copies) <= LATENT_BYTES or how in ("whole", "pages")
+    assert {
+        "whole": copies == [slots],
+        "pages": copies == [engine.layout.slot_bytes] * pages,
+        "layers": copies == layers,
+        "latents": sum(copies) == sum(layers),
+    }[how]
 
 
 def test_kernels_at_odd_shapes() -> None:

@@ -7,7 +7,6 @@ import logging
 import subprocess
 import threading
 import time
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,62 +15,19 @@ import numpy as np
 import pytest
 import torch
 
+from bench.gpu.engine import PAGE, TINY, Engine
+from sglang_ext.device.load_counter import LoadCounter
+from sglang_ext.device.load_path import LoadParts
+from sglang_ext.device.load_thread import LoadThread
 from sglang_ext.device.pinning import pin_memory
 from sglang_ext.device.ports import cuda, cudart, open_port
 from sglang_ext.device.ports.cuda import CudaPort
 from sglang_ext.device.ports.host import HostPort
+from sglang_ext.device.ports.streams import Streams
+from sglang_ext.device.save_path import SaveParts
+from sglang_ext.device.save_thread import SaveThread
 from sglang_ext.tiers.host import HostArena
-
-
-class Stream:
-    def __init__(self, number: int) -> None:
-        self.cuda_stream = number
-        self.waits: list[Any] = []
-
-    def wait_event(self, event: Any) -> None:
-        self.waits.append(event)
-
-
-class Event:
-    made = 0
-
-    def __init__(self, **options: bool) -> None:
-        Event.made += 1
-        self.options = options
-        self.stream: Stream | None = None
-        self.happened = threading.Event()
-
-    def record(self, stream: Stream) -> None:
-        self.stream = stream
-
-    def synchronize(self) -> None:
-        assert self.happened.wait(60)
-
-    def elapsed_time(self, other: Event) -> float:
-        return 250.0  # ms
-
-
-class Cuda:
-    """Streams from a pool of four, round robin."""
-
-    Event = Event
-
-    def __init__(self) -> None:
-        self.drawn = 0
-        self.current = Stream(0)
-
-    def Stream(self, device: torch.device) -> Stream:
-        self.drawn += 1
-        return Stream(self.drawn % 4)
-
-    def current_stream(self, device: torch.device) -> Any:
-        return self.current
-
-    @contextmanager
-    def stream(self, stream: Any) -> Any:
-        before, self.current = self.current, stream
-        yield
-        self.current = before
+from testkit.simulated.cuda import Cuda, Event, HappenedEvent, Stream
 
 
 @pytest.fixture(autouse=True)
@@ -94,11 +50,59 @@ def port() -> Any:
     made.close()
 
 
+def test_a_thread_of_ours_uses_the_ranks_device_from_its_first_call_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Else each rank whose GPU is not the first one would take memory of that one, too."""
+    stand_in = Cuda(event=HappenedEvent)
+
+    class Runtime:
+        def allow_during_capture(self) -> None:
+            stand_in.note("allow_during_capture")
+
+    runtime: Any = Runtime()
+    monkeypatch.setattr(
+        "bench.gpu.engine.open_port",
+        lambda device, pinned: CudaPort(device, stand_in, runtime, batches=False),
+    )
+    engine = Engine(torch.device("cpu"), TINY)
+    store: Any = None  # nothing is saved or loaded
+    port, stream = engine.port, Stream(7)
+    layers = LoadParts([engine.loads], [range(TINY.layers)])
+    loads = LoadThread(store, [engine.copier], layers, port, LoadCounter(TINY.layers))
+    saves = SaveThread(store, SaveParts([engine.saves]), PAGE)
+    try:
+        saves.after_saves(lambda: port.synchronize(port.record(stream)))
+        port.when_done(port.record(stream), lambda: port.synchronize(port.record(stream)))
+    finally:
+        saves.close()
+        loads.close()
+        engine.close()
+    entered = ["set_device cpu", "allow_during_capture"]
+    assert stand_in.asked_by("hier-kv-load") == entered
+    assert stand_in.asked_by("hier-kv-save") == [*entered, "record"]
+    assert stand_in.asked_by("hier-kv-landed") == [*entered, "record"]
+
+
 def test_a_stream_is_none_of_those_in_use_nor_one_of_our_own(port: CudaPort) -> None:
     used = [Stream(number) for number in (0, 1)]
     assert {port.new_stream((*used, None)).cuda_stream for _ in range(2)} == {2, 3}
     with pytest.raises(RuntimeError, match="gave no stream that differs from 4 streams"):
         port.new_stream((*used, None))
+
+
+def test_parts_of_an_engine_share_five_streams_which_are_none_of_sglangs() -> None:
+    stand_in = Cuda(num_streams=32)
+    port = CudaPort(torch.device("cpu"), stand_in)
+    forwards, schedule, copies = (Stream(number) for number in (2, 3, 5))
+    streams = Streams(port, forwards)
+    streams.take(schedule, copies, None)
+    drawn = stand_in.drawn
+    streams.take(Stream(0))  # as at each load and save
+    port.close()
+    ours = (streams.copies, streams.scatters, streams.states, streams.gathers, streams.sends)
+    assert [stream.cuda_stream for stream in ours] == [1, 4, 6, 7, 8]
+    assert stand_in.drawn == drawn == 8
 
 
 def test_memory_for_small_uploads_is_page_locked_when_the_server_starts(
@@ -107,6 +111,32 @@ def test_memory_for_small_uploads_is_page_locked_when_the_server_starts(
     assert page_locked == [4096] * 16
     port.upload(np.arange(4000))
     assert page_locked[16:] == [4096]  # of one of these, by torch
+
+
+def test_memory_for_the_uploads_of_a_prompt_is_page_locked_when_the_server_starts(
+    port: CudaPort, page_locked: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else each load that is larger than any before would wait for CUDA to do that."""
+    page_locked.clear()
+    port.prepare_uploads(300_000)
+    sizes = [1 << bits for bits in range(12, 20)]  # 4,096 to 524,288 values
+    assert page_locked == [size for size in sizes for _ in range(2)]
+    page_locked.clear()
+    for num_values in (1, 4097, 300_000):
+        port.upload(np.arange(num_values))
+    assert page_locked == [4096, 8192, 524_288]
+    page_locked.clear()
+    port.prepare_uploads(1 << 40)  # no more than 8 MB a block
+    assert max(page_locked) == 1 << 20
+    monkeypatch.setattr(cuda, "_SMALL_UPLOAD", 64)
+    monkeypatch.setattr(
+        "bench.gpu.engine.open_port",
+        lambda device, pinned: CudaPort(device, Cuda(event=HappenedEvent)),
+    )
+    page_locked.clear()
+    engine = Engine(torch.device("cpu"), TINY)
+    engine.close()
+    assert page_locked.count(2 * TINY.tokens) == 2  # positions of all rows of the pool, moved
 
 
 def test_nothing_but_synchronize_waits_for_the_device(port: CudaPort) -> None:
@@ -292,6 +322,7 @@ def test_without_batches_pages_are_copied_one_by_one(
     slots, memory = np.arange(40, dtype=np.uint8).reshape(4, 10), port.empty(10)
     port.bring(memory.reshape(1, 10), slots, np.array([2]), slice(0, 10))
     assert memory.tolist() == slots[2].tolist()
+    assert len({port.new_stream(()).cuda_stream for _ in range(4)}) == 4  # what tried has none
     port.close()
     assert "the driver is too old" in caplog.text
 
@@ -305,6 +336,7 @@ class Runtime:
 
     def __init__(self, refused: int = -1) -> None:
         self.registered: list[tuple[int, int]] = []
+        self.unregistered: list[tuple[int, bytes]] = []  # addresses, and what is there then
         self.refused = refused
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
@@ -314,6 +346,7 @@ class Runtime:
         return 0
 
     def cudaHostUnregister(self, address: int) -> int:
+        self.unregistered.append((address, ctypes.string_at(address, 4)))
         return 0
 
 
@@ -332,3 +365,15 @@ def test_the_arena_is_registered_in_chunks_of_whole_slots(
         assert pin_memory(arena, Runtime(), chunk_bytes=1) == arena.nbytes
     finally:
         arena.close()
+
+
+def test_registrations_end_before_the_memory_does() -> None:
+    arena, runtime = HostArena(3, 8192), Runtime()
+    arena.slots[:, :4] = np.frombuffer(b"here", np.uint8)
+    pin_memory(arena, runtime, chunk_bytes=2 * 8192)
+    address = arena.address
+    assert not runtime.unregistered
+    assert arena.close()
+    assert runtime.unregistered == [(address + 2 * 8192, b"here"), (address, b"here")]
+    arena.close()
+    assert len(runtime.unregistered) == 2  # and not at exit, either

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 
+from sglang_ext.device import load_path
 from sglang_ext.device.copier import CopyError, PageCopier
 from sglang_ext.device.load_path import LoadPath
 from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.ports import cuda
+from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.ring import NUM_BUFFERS
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.errors import HierKVConfigError
@@ -40,7 +45,8 @@ class Bed:
         launching = SimulatedKernels(self.device, kernels)
         self.copier = PageCopier(pool, layout, ropes, self.slots, mode="pre", kernels=launching)
         with self.device.acting("assembly"):
-            self.path = LoadPath(self.device, self.copier, self.device.new_stream(()), ring_bytes)
+            streams = Streams(self.device, self.device.new_stream(()))
+            self.path = LoadPath(self.device, self.copier, streams, ring_bytes)
         self.device.counts.update(uploads=0, synchronize=0)
 
     def queue(self, position: int = 0) -> list[object]:
@@ -71,13 +77,64 @@ def test_a_load_far_larger_than_the_ring_uses_no_more_memory_than_the_ring() -> 
     assert 300 * bed.kv_bytes > 50 * ring_bytes
     bed.queue()
     bed.device.run_all()
-    assert bed.device.counts["device_bytes"] == bed.path.ring_bytes == ring_bytes
+    index_bytes = 8 * 2 * len(bed.rows)  # 16 bytes for each row of the pool
+    assert bed.device.counts["device_bytes"] == bed.path.ring_bytes == ring_bytes + index_bytes
     assert bed.device.counts["uploads"] == 1
     assert bed.device.bytes_in <= 1.02 * 300 * bed.kv_bytes
 
 
+def test_a_load_takes_four_events_for_each_layer_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    """131 for 8,192 tokens of an 8B model, of 512 that are made at start."""
+    bed = Bed(12, 1 << 20)
+    bed = Bed(12, NUM_BUFFERS * 12 * max(bed.copier.layer_bytes))  # a layer at a time
+    events: list[object] = []
+    real = SimulatedDevice.record
+
+    def record(self: SimulatedDevice, stream: Any) -> Any:
+        events.append(real(self, stream))
+        return events[-1]
+
+    monkeypatch.setattr(SimulatedDevice, "record", record)
+    bed.queue()
+    of_fence, of_begin = 2, 1
+    assert len(events) == 4 * LAYERS + of_fence + of_begin
+    assert 2 * (4 * 32 + of_fence + of_begin) < cuda._EVENTS  # two of such loads
+
+
+def test_a_load_needs_no_memory_that_was_not_taken_at_start() -> None:
+    """Where it found none its request, whose forward runs, would fail."""
+    bed = Bed(12, 1 << 20)
+    bed.device.memory_left = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        bed.device.upload(bed.rows)
+    for _ in range(3):
+        bed.queue()
+    bed.device.run_all()
+    bed.device.require_order()
+    assert bed.device.counts["launches"] == 3 * 2 * LAYERS
+    assert bed.device.counts["no memory on scheduler"] == 1  # of the one above
+
+
+def test_indices_for_which_there_is_no_room_at_once_come_part_by_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(load_path, "_VALUES_A_ROW", 0)
+    bed = Bed(300, 16 << 10)
+    indices = bed.path._indices
+    assert indices.num_values == 2 * PAGE + 3 * bed.copier.layout.max_corrections
+    assert indices.num_values < len(bed.rows)
+    for each in (*bed.copier.pool.k, *bed.copier.pool.v):
+        each.fill_(float("nan"))
+    bed.queue()
+    bed.device.run_all()
+    bed.device.require_order()
+    assert bed.device.counts["uploads"] > LAYERS
+    for each in (*bed.copier.pool.k, *bed.copier.pool.v):
+        assert not each.any()  # no NaN: what was stored is zero
+
+
 def test_where_memory_is_short_the_ring_is_smaller(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_bytes = 4096
+    free_bytes = 8192
     real = SimulatedDevice.empty
 
     def empty(self: SimulatedDevice, num_bytes: int) -> np.ndarray:
@@ -87,7 +144,7 @@ def test_where_memory_is_short_the_ring_is_smaller(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(SimulatedDevice, "empty", empty)
     bed = Bed(4, 1 << 20)
-    assert bed.path.ring_bytes == NUM_BUFFERS * 4096
+    assert bed.path.ring_bytes == NUM_BUFFERS * 8192 + bed.path._indices.num_bytes
     bed.queue()
     free_bytes = 16
     with pytest.raises(HierKVConfigError, match="lower --mem-fraction-static"):

@@ -1,9 +1,12 @@
 """What loads and saves of a long prompt cost a device, by count, on the simulated one.
 
+That its stand-ins for kernels count as many launches as the Triton wrappers make is seen here, too.
 Pages are as large as a small model's, so that headers and alignment weigh what they do in service.
 """
 
 from __future__ import annotations
+
+import json
 
 import numpy as np
 import pytest
@@ -13,18 +16,22 @@ from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import HEADER_BYTES, PageLayout
 from sglang_ext.device.load_path import LoadPath
 from sglang_ext.device.pools import DevicePool
+from sglang_ext.device.ports.streams import Streams
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.device.save_path import SavePath, SaveRun
 from sglang_ext.device.states.snapshots import StatePool
 from sglang_ext.device.states.state_path import StateLoadPath, StateSavePath
 from sglang_ext.kernels import rope as kernels
+from sglang_ext.kernels.rope import naive
 from testkit.simulated.device import SimulatedDevice
 from testkit.simulated.kernels import SimulatedKernels, SimulatedSnapshots
 from tests.kernels.rope.rope_cases import make_spec
+from tests.kernels.run_module import run_module
 
 PAGE, LAYERS, HEADS, DIM = 64, 2, 1, 16
 TOKENS = 128 << 10
-BOUND_BYTES = 5 << 20  # the rings, tails and marks; 128K tokens of this model are 16 MB
+# The rings, tails and marks, and 16 bytes a row of the pool; 128K tokens of this model are 16 MB.
+BOUND_BYTES = (5 << 20) + 16 * TOKENS
 
 
 class Quiet(SimulatedDevice):
@@ -46,11 +53,12 @@ class Bed:
             tuple(torch.randn(shape, generator=generator).bfloat16() for _ in range(LAYERS))
             for _ in "kv"
         )
+        spec = make_spec(DIM, "fp32", max_pos=TOKENS)
+        k = tuple(naive.rotate(each, np.arange(num_tokens), spec) for each in k)  # as an engine's
         self.pool = DevicePool("mha", torch.bfloat16, k, v, 0, num_tokens)
         self.layout = self.pool.layout(PAGE)
         self.num_pages = num_tokens // PAGE
         self.slots = np.full((self.num_pages, self.layout.slot_bytes), 0xEE, np.uint8)
-        spec = make_spec(DIM, "fp32", max_pos=TOKENS)
         ropes = [LayerRope(spec, movable=True) for _ in range(LAYERS)]
         self.device = Quiet(3)
         self.device.eagerness = 1.0
@@ -63,9 +71,9 @@ class Bed:
         )
         self.copier = copier
         with self.device.acting("assembly"):
-            forwards = self.device.new_stream(())
-            self.loads = LoadPath(self.device, copier, forwards, ring_bytes)
-            self.saves = SavePath(self.device, copier, forwards, ring_bytes // 2)
+            streams = Streams(self.device, self.device.new_stream(()))
+            self.loads = LoadPath(self.device, copier, streams, ring_bytes)
+            self.saves = SavePath(self.device, copier, streams, ring_bytes // 2)
         self.rows = torch.arange(num_tokens)
         self.pages = np.arange(self.num_pages)
         self.kept_bytes = self.device.counts["device_bytes"]
@@ -114,7 +122,8 @@ class StateBed:
         self.slots = np.full((num_parts, layout.slot_bytes), 0xEE, np.uint8)
         self.pages = np.arange(num_parts)[::-1].copy()
         with self.device.acting("assembly"):
-            ways = (self.device, self.snapshots, self.slots, self.device.new_stream(()))
+            streams = Streams(self.device, self.device.new_stream(()))
+            ways = (self.device, self.snapshots, self.slots, streams)
             self.loads, self.saves = StateLoadPath(*ways), StateSavePath(*ways)
         self.kept_bytes = self.device.counts["device_bytes"]
         self.device.counts.clear()
@@ -157,6 +166,23 @@ def test_a_state_by_count() -> None:
     assert not any(torch.equal(t[:, 2], t[:, 3]) for t in bed.pool.tensors)
 
 
+def test_the_wrappers_launch_what_is_counted_here() -> None:
+    """At most three kernels a layer of a part, of the wrappers that a GPU is served by.
+
+    A part is as many pages as a buffer of the ring has room for one layer of.
+    """
+    printed = run_module("tests.unit.device.interpreted_launches", PYTHONWARNINGS="ignore")
+    found = json.loads(printed)
+    saved, loaded = found["real"]
+    num_parts = found["parts"]
+    layers = num_parts * found["layers"]
+    of_layers = ("save_kernel", "list_kernel", "page_kernel")
+    assert {name: saved.pop(name) for name in of_layers} == dict.fromkeys(of_layers, layers)
+    assert sum(saved.values()) == 2 * num_parts  # each part's tails are begun
+    assert loaded == dict.fromkeys(("load_kernel", "correct_kernel", "unpage_kernel"), layers)
+    assert found["simulated"] == [3 * layers + 2 * num_parts, 3 * layers]
+
+
 @pytest.fixture(scope="module")
 def long_prompt() -> Bed:
     return Bed(TOKENS, 2 << 20)
@@ -168,8 +194,8 @@ def test_a_save_of_a_long_prompt_by_count(long_prompt: Bed) -> None:
     counts = bed.device.counts
     num_parts = -(-bed.num_pages // bed.saves._most)
     assert counts["uploads"] == 1
-    # Three a layer of a part, and one that begins its tails.
-    assert counts["launches"] <= num_parts * (3 * LAYERS + 1)
+    # Three a layer of a part, and two that begin its tails.
+    assert counts["launches"] <= num_parts * (3 * LAYERS + 2)
     slot_bytes = bed.layout.slot_bytes - HEADER_BYTES
     assert bed.device.bytes_out <= 1.02 * bed.num_pages * slot_bytes
     assert bed.device.bytes_in == 0
@@ -193,7 +219,9 @@ def test_a_load_of_a_long_prompt_by_count(long_prompt: Bed) -> None:
     bed.device.counts.clear()
     bed.load()
     counts = bed.device.counts
-    num_parts = -(-bed.num_pages // (bed.loads.ring_bytes // 4 // max(bed.copier.layer_bytes)))
+    assert bed.loads._ring is not None
+    pages_a_part = bed.loads._ring.buffer_bytes // max(bed.copier.layer_bytes)
+    num_parts = -(-bed.num_pages // pages_a_part)
     assert "synchronize" not in counts
     assert counts["uploads"] == 1
     assert counts["launches"] <= num_parts * 3 * LAYERS
