@@ -43,14 +43,26 @@ def _ask(world: WindowWorld, tokens: list[int], num_new: int) -> Request:
 
 
 def _serve(world: WindowWorld, turn: Request) -> Request:
+    _begin(world, turn)
+    _end(world, turn)
+    return turn
+
+
+def _begin(world: WindowWorld, turn: Request, chunk: int | None = None) -> None:
+    """Its prompt is computed, or loaded, in the tree, and it runs."""
     world._next += 1
     world.enqueue(turn)
-    world.wait_for(lambda: world.admit(turn))
-    while world.running:
+    world.wait_for(lambda: world.admit(turn, chunk))
+    while turn.prefix_len < turn.prompt_len:
+        world.go_on(turn)
+
+
+def _end(world: WindowWorld, turn: Request) -> None:
+    """Its answer is computed; saves land, of others that run, too."""
+    while not turn.done:
         world.go_on(turn)
     world.poison()
     world.settle()
-    return turn
 
 
 def _chat(world: WindowWorld, num_turns: int, first: int = 0, num_new: int = 14) -> Request:
@@ -193,6 +205,24 @@ def _check_needed(world: WindowWorld, turns: list[Request]) -> None:
                 needed.add(common)
         leave = _kept(world, turn)[1] & _read(world, needed)
         assert not leave, (number, sorted(needed), sorted(leave))
+
+
+@pytest.mark.parametrize("fork", [4, 7, 11, 13])
+def test_a_place_where_a_request_parted_that_still_runs_stays(make: Make, fork: int) -> None:
+    """The device's tree alone tells of it: the placement policy is told of a request that ends."""
+    world = make(window=9, **ROOMY)
+    first = _ask(world, _text(1, 54), 14)
+    other = Request("other", [*first.tokens[: fork * PAGE], *_text(9, 10)], 14)
+    _begin(world, other, 8)
+    turn = _ask(world, [*first.tokens, *_text(2, 9)], 14)
+    assert other in world.running
+    stay, leave = _kept(world, turn)
+    assert stay == _read(world, _own_ends(turn) | {fork})
+    assert leave == _read(world, _own_ends(first)) - stay
+    world.finish(other)
+    world.flush()
+    again = _ask(world, [*first.tokens[: fork * PAGE], *_text(17, 10)], 0)
+    assert again.num_loaded == fork * PAGE
 
 
 def test_they_leave_before_the_windows_of_a_chat_that_is_older(make: Make) -> None:

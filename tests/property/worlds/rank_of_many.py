@@ -125,6 +125,7 @@ def run_worlds(
     seed: int,
     num_loads: int,
     num_quotes: int = 0,
+    max_rounds: int = MAX_ROUNDS,
     num_stages: int = 1,
     own: list[dict[str, Any]],
     **options: Any,
@@ -138,6 +139,7 @@ def run_worlds(
         seed: of what they do.
         num_loads: so many, at least.
         num_quotes: so many among these of prompts that quote, at least.
+        max_rounds: in which there are to be so many.
         num_stages: the ranks are of so many pipeline stages, stage by stage.
         own: options of each rank's world alone.
         options: of all worlds.
@@ -159,7 +161,7 @@ def run_worlds(
 
     def run(number: int, world: Rank) -> None:
         try:
-            for _ in range(MAX_ROUNDS):
+            for _ in range(max_rounds):
                 world.one_round()
                 counts = world.counts
                 if counts["loaded"] >= num_loads and counts["quoted"] >= num_quotes:
