@@ -350,7 +350,7 @@ class LookAhead:
             rows = table.index.lookup(parts, space.number)
             rows = rows[rows >= 0]
             table.touch(rows)
-            self._spills.used(space, rows)
+            self._spills.used(space, rows[(table.index.flags[rows] & READY) != 0])
 
     @property
     def num_pinned(self) -> int:

@@ -217,15 +217,16 @@ class SpillQueue:
         return bool(self.entries or self._to_clear)
 
     def queue(self, space: KeySpace, rows: Rows, *, from_end: bool = False) -> None:
-        """Queues those of some pages of DRAM that are neither on disk nor on their way there.
+        """Queues those of some pages that are whole in DRAM, not on disk and not on their way there.
+
+        What is being fetched, or saved, is passed over: a record of half a page would be intact.
 
         Args:
             space: where they belong.
             rows: i64 `[n]`, a parent before its children.
             from_end: see `SpillEntry`; counts as False once the server ends.
         """
-        flags = self._index.flags[rows]
-        rows = rows[(flags & (ON_DISK | QUEUED | SPILLING)) == 0]
+        rows = rows[QUEUE.fits(self._index.flags[rows])]
         if len(rows):
             self._table.take(QUEUE, rows)
             slots = self._index.host_slot[rows].copy()
@@ -273,9 +274,7 @@ class SpillQueue:
     def spare(self, rows: Rows) -> None:
         """Pages may leave DRAM as they are: those that are written for leaving it are not."""
         if self._writing.back:
-            flags = self._index.flags[rows]
-            idle = (flags & (READY | FILLING | ON_DISK | QUEUED | SPILLING)) == READY
-            self._table.take(SPARE, rows[idle])
+            self._table.take(SPARE, rows[SPARE.fits(self._index.flags[rows])])
 
     def clear(self, digests: Iterable[bytes]) -> None:
         """Forgets what is queued; the disk is to lose namespaces before it gets more."""
@@ -332,7 +331,7 @@ class SpillQueue:
             self._index.is_live(entry.rows)
             & (self._index.host_slot[entry.rows] == entry.slots)
             & (self._table.arena.generation[entry.slots] == entry.generations)
-            & ((self._index.flags[entry.rows] & QUEUED) != 0)
+            & SPILL.fits(self._index.flags[entry.rows])
         )
         return _part(entry, same)
 
