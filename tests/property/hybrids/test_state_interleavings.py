@@ -18,6 +18,7 @@ from sglang_ext.device.layout import ROPE_BOUND, write_tail
 from sglang_ext.device.transfers import hashes_from_hex
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from sglang_ext.tiers.remote.breaker import BreakerConfig
+from sglang_ext.tiers.store.types import ON_DISK, READY, WRITE_DROPPED
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.hostile_engine import HostileEngine
 from tests.property.worlds.state_world import TRACK, StateWorld
@@ -243,3 +244,24 @@ def test_states_stay_while_the_one_that_supersedes_them_is_not_stored(
         tokens = [*turn.tokens, 60 + number, 70]
         world.flush()
     assert left[0] == left[1] < left[2], left
+
+
+def test_a_state_that_paths_part_behind_on_the_device_stays_again(make: Make) -> None:
+    """It was let leave, and not written; who goes on behind it needs nothing of DRAM or disk."""
+    world = make(policy="write_back", host_pages=600, device_pages=200)
+    world.store._books.writing.note_full()
+    turn = _turn(world, [1 + at % 50 for at in range(2 * PAGE + 1)], 2 * TRACK - 1)
+    end, first = len(turn.tokens) // TRACK * TRACK, turn
+    page = hashes_from_hex(world.keys(first.tokens, None, None)[end // PAGE - 1 : end // PAGE])
+    state, space = world.snapshots.entries(page), world.identity.space_of(None, world.store)
+    for number in range(2):
+        turn = _turn(world, [*turn.tokens, *range(60 + number, 66 + number)], 2 * TRACK - 1)
+    assert (world.store.page_states(space, state)[0] == READY | WRITE_DROPPED).all()
+    _turn(world, [*first.tokens[:end], 90, *range(70, 76)], 2 * TRACK - 1)
+    assert (world.store.page_states(space, state)[0] == READY).all()
+    table = world.store._books.table
+    rows = table.index.lookup(state, space.number)
+    assert not set(rows.tolist()) & set(table.order.next_to_leave(len(rows), 0.0).tolist())
+    world.store._books.writing.note_cleared()
+    assert world.store.flush(300.0) == 0
+    assert (world.store.page_states(space, state)[0] & ON_DISK).all()
