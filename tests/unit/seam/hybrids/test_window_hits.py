@@ -111,7 +111,8 @@ def test_the_window_where_the_tree_ends_stays() -> None:
     node = TreeNode("node", 0, 6, [page.tobytes().hex() for page in hashes[:6]], None, False)
     tree = SimpleNamespace(page_size=PAGE, window_path=lambda key: (6, [node]))
     pages = rig.pages(PAGE, tree)
-    rig.put(pages.parts(hashes))
+    for part in pages.parts(hashes):
+        rig.put(part[None])  # none leads to another
     assert rig.store.lookahead is not None
     rig.store.lookahead.used(rig.space, hashes, None)
     req = SimpleNamespace(
