@@ -91,7 +91,9 @@ class LoadPath:
         if port.brings_pages:
             self._ring = Ring(port, max(copier.layer_bytes), ring_bytes)
             of_page = 2 * copier.page_size + 3 * copier.layout.max_corrections
-            most = max(_VALUES_A_ROW * copier.pool.num_slots, of_page)
+            # Kernels read nothing beside pages whose K is always as the engine has it.
+            of_pool = 0 if copier.layout.is_bound else _VALUES_A_ROW * copier.pool.num_slots
+            most = max(of_pool, of_page)
             self._indices = IndexMemory(port, most)
             # What one prompt needs; memory for more is page-locked when it comes to that.
             of_prompt = 2 * min(copier.pool.num_slots, copier.rules.max_position)

@@ -92,4 +92,6 @@ def _num_layers(model_config: Any) -> int:
     if model_config.is_hybrid_swa:
         num_own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
         return sum(layer < num_own for layer in model_config.full_attention_layer_ids)
-    return int(config.num_hidden_layers)
+    # More than the model has where it runs layers several times, or has two attentions in each.
+    num_attention = getattr(model_config, "num_attention_layers", None) or 0
+    return max(int(config.num_hidden_layers), int(num_attention))

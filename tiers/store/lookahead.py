@@ -17,7 +17,6 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store.books.books import Books
-from sglang_ext.tiers.store.books.page_states import OFFER
 from sglang_ext.tiers.store.types import (
     ON_DISK,
     READY,
@@ -30,6 +29,8 @@ from sglang_ext.tiers.store.types import (
 
 Key = tuple[int, bytes]  # number of the key space, hash of the page
 
+# Parts of hybrids that are looked up under one hold of the lock, when some may leave.
+_MOST_PARTS = 1024
 _MIX, _U64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -238,6 +239,8 @@ class LookAhead:
             moved = self._policy.hint(rows, table.now_s(), owner=owner, returns_in_s=returns_in_s)
             if ends and len(moved):
                 table.index.lru_sink(moved[::-1])
+            elif len(moved):
+                self._spills.worth_more(rows)
         table.counters.add("hinted_ends_pages" if ends else "hinted_return_pages", len(moved))
         table.counters.add("hints_not_followed", int(len(moved) == 0))
 
@@ -278,6 +281,8 @@ class LookAhead:
             num, refused = self._policy.pin(
                 rows, table.now_s(), owner=owner, seconds=seconds, gives_way=gives_way
             )
+            if num:
+                self._spills.worth_more(rows)
         table.counters.add("pinned_pages", num)
         table.counters.add("pins_refused_pages", refused)
 
@@ -311,7 +316,8 @@ class LookAhead:
                 rows = table.order.demotable(rows)
                 num = table.order.demote(rows)
                 flags = table.index.flags[rows]
-                table.take(OFFER, rows[(flags & (ON_DISK | WRITE_DROPPED)) == WRITE_DROPPED])
+                dropped = (flags & (ON_DISK | WRITE_DROPPED)) == WRITE_DROPPED
+                self._spills.offer(rows[dropped])
                 self._spills.queue_leaving(rows[(flags & ON_DISK) == 0][::-1])
         table.counters.add("demoted_pages", num)
         return num
@@ -319,14 +325,22 @@ class LookAhead:
     def let_leave(self, space: KeySpace, beside: Hashes, parts: Hashes) -> None:
         """Parts of hybrids that later ones made hardly worth their bytes leave both tiers first.
 
-        Until they are used; what DRAM alone has is not written for leaving it. Those of pages that
-        other paths share stay as they are.
+        Until they are used; where the disk is full, what DRAM alone has is not written for leaving
+        it. Those of pages that other paths share stay as they are. A long path is gone through in
+        pieces, so that nobody waits long for the lock.
 
         Args:
             space: namespace and adapter.
             beside: u8 `[N, 32]`, the full layers' page that each belongs to.
             parts: u8 `[N, 32]`, in the order of their path.
         """
+        num = 0
+        for end in range(len(parts), 0, -_MOST_PARTS):  # the deepest leave first
+            piece = slice(max(0, end - _MOST_PARTS), end)
+            num += self._let_some_leave(space, beside[piece], parts[piece])
+        self._table.counters.add("superseded_pages", num)
+
+    def _let_some_leave(self, space: KeySpace, beside: Hashes, parts: Hashes) -> int:
         table, num = self._table, 0
         with table.lock:
             shared = self._policy.are_shared(table.index.lookup(beside, space.number))
@@ -336,7 +350,7 @@ class LookAhead:
                 if order is not None:
                     num += order.demote(rows)
             self._spills.spare(rows)
-        table.counters.add("superseded_pages", num)
+        return num
 
     def went_on(self, space: KeySpace, parts: Hashes) -> None:
         """A prompt went on behind parts of hybrids: they are not the first to leave any more.
@@ -350,7 +364,7 @@ class LookAhead:
             rows = table.index.lookup(parts, space.number)
             rows = rows[rows >= 0]
             table.touch(rows)
-            self._spills.used(space, rows)
+            self._spills.used(space, rows[(table.index.flags[rows] & READY) != 0])
 
     @property
     def num_pinned(self) -> int:

@@ -103,7 +103,11 @@ def _after_init(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
 def _streams_of(scheduler: Any) -> list[Any]:
     """SGLang's streams beside the one for forwards, as far as they are known when it has started.
 
-    A stream of ours that were one of them would wait for it, and it for ours.
+    A stream of ours that were one of them would wait for it, and it for ours. That may still happen
+    where SGLang's for scheduling is its one for forwards at this time: it draws another when its
+    event loop begins, behind the self check, which has used ours by then. What the scheduler
+    launches there and what we do then run one behind the other, so less overlaps; every wait is for
+    what was queued before, so no order is lost and nothing stops.
     """
     return [
         scheduler.schedule_stream,

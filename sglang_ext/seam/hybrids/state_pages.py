@@ -146,11 +146,14 @@ class StatePages(ResumablePages):
         if not kept | known and up_to >= len(req.origin_input_ids):
             kept.add(last.end)
         self._offer(req, space, path, [n for n in nodes if n.end in kept - known])
-        if not req.finished():
+        superseded = set[int]()
+        if req.finished():
+            self._note_left_out(path, at - kept - known)
+            superseded = stored - self._kept(stored, set(), needed)
+        gone_on = stored & needed if up_to >= len(req.origin_input_ids) else set[int]()
+        if self._store.lookahead is None or not superseded | gone_on:
             return None
-        self._note_left_out(path, at - kept - known)
-        superseded = stored - self._kept(stored, set(), needed)
-        return partial(self._let_leave, space, path, superseded) if superseded else None
+        return partial(self._note_turn, space, path, gone_on, superseded)
 
     def _kept(self, ends: set[int], known: set[int], needed: set[int]) -> set[int]:
         """Pages behind which states are worth their bytes, of those behind some."""
@@ -201,13 +204,29 @@ class StatePages(ResumablePages):
         while len(self._left_out) > _MOST_LEFT_OUT:
             self._left_out.popitem(last=False)
 
-    def _let_leave(self, space: KeySpace, path: Hashes, ends: set[int]) -> None:
+    def _note_turn(
+        self, space: KeySpace, path: Hashes, gone_on: set[int], superseded: set[int]
+    ) -> None:
         """Lets stored states leave first that would be left out now, as the path's last is stored.
 
         Its save may have been refused, or failed: then what was there before is still the best.
+
+        Args:
+            space: the request's.
+            path: u8 `[N, 32]`, pages up to the last state, from the root on.
+            gone_on: pages behind which somebody went on, of the device's states, too: what was let
+                leave there once stays again.
+            superseded: pages behind which the stored states would be left out.
         """
-        if self._store.lookahead is not None and self._is_stored(space, path[-1:]):
-            at = [end - 1 for end in sorted(ends)]
-            parts = np.concatenate([self._snapshots.entries(path[page]) for page in at])
+        lookahead = self._store.lookahead
+        assert lookahead is not None
+        if gone_on:
+            lookahead.went_on(space, self._parts_at(path, gone_on))
+        if superseded and self._is_stored(space, path[-1:]):
+            at = [end - 1 for end in sorted(superseded)]
             beside = np.repeat(path[at], self._snapshots.num_parts, axis=0)
-            self._store.lookahead.let_leave(space, beside, parts)
+            lookahead.let_leave(space, beside, self._parts_at(path, superseded))
+
+    def _parts_at(self, path: Hashes, ends: set[int]) -> Hashes:
+        """Keys of the parts of the states behind some pages, in the order of the path."""
+        return np.concatenate([self._snapshots.entries(path[end - 1]) for end in sorted(ends)])

@@ -191,7 +191,9 @@ class WindowPages(ResumablePages):
         needed: set[int] = set()
         # Of what a decode server was sent it is not known where paths part.
         if own and req.finished() and (state is None or state.received is None):
-            needed = own | {num_prompt // size} | {node.end for node in nodes if node.parts}
+            # The tree may have less than all tokens: who comes next goes on where that ends.
+            needed = own | {num_prompt // size, num_pages}
+            needed |= {node.end for node in nodes if node.parts}
         if not gone_on and not needed:
             return None
         # What was let leave once, and is an end of this turn, too, stays again.

@@ -18,6 +18,7 @@ from sglang_ext.device.layout import ROPE_BOUND, write_tail
 from sglang_ext.device.transfers import hashes_from_hex
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from sglang_ext.tiers.remote.breaker import BreakerConfig
+from sglang_ext.tiers.store.types import ON_DISK, READY, WRITE_DROPPED
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.hostile_engine import HostileEngine
 from tests.property.worlds.state_world import TRACK, StateWorld
@@ -243,3 +244,38 @@ def test_states_stay_while_the_one_that_supersedes_them_is_not_stored(
         tokens = [*turn.tokens, 60 + number, 70]
         world.flush()
     assert left[0] == left[1] < left[2], left
+
+
+def _turn_on_device(world: StateWorld, tokens: list[int]) -> Request:
+    """The same with an answer, and what the device has then stays there."""
+    turn = Request(f"turn{world._next}", list(tokens), 2 * TRACK - 1)
+    world._next += 1
+    world.enqueue(turn)
+    world.wait_for(lambda: world.admit(turn))
+    while world.running:
+        world.go_on(turn)
+    world.note_pages(turn)
+    world.settle()
+    return turn
+
+
+def test_a_state_that_paths_part_behind_on_the_device_stays_again(make: Make) -> None:
+    """It was let leave, and not written; who goes on behind it needs nothing of DRAM or disk."""
+    world = make(policy="write_back", host_pages=600, device_pages=200)
+    world.store._books.writing.note_full()
+    turn = first = _turn_on_device(world, [1 + at % 50 for at in range(2 * PAGE + 1)])
+    end = len(first.tokens) // TRACK * TRACK
+    for number in range(2):
+        turn = _turn_on_device(world, [*turn.tokens, *range(60 + number, 66 + number)])
+    table = world.store._books.table
+    page = hashes_from_hex(world.keys(first.tokens, None, None)[end // PAGE - 1 : end // PAGE])
+    state, space = world.snapshots.entries(page), world.identity.space_of(None, world.store)
+    rows = table.index.lookup(state, space.number)
+    assert (table.index.flags[rows] == READY | WRITE_DROPPED).all()
+    other = _turn_on_device(world, [*first.tokens[:end], 90, *range(70, 76)])
+    assert other.num_loaded == 0
+    assert (table.index.flags[rows] == READY).all()
+    assert not set(rows.tolist()) & set(table.order.next_to_leave(len(rows), 0.0).tolist())
+    world.store._books.writing.note_cleared()
+    assert world.store.flush(300.0) == 0
+    assert (table.index.flags[rows] == READY | ON_DISK).all()

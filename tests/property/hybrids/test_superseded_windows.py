@@ -244,12 +244,15 @@ def test_they_leave_before_the_windows_of_a_chat_that_is_older(make: Make) -> No
 
 
 def test_what_only_dram_has_of_them_is_not_written(make: Make) -> None:
-    """Until somebody goes on behind them once more."""
+    """Of a full disk, until somebody goes on behind them once more."""
     world = make(window=9, policy="write_back", **ROOMY)
+    writing = world.store._books.writing
+    writing.note_full()
     second = _chat(world, 2)
     turn = _ask(world, [*second.tokens, *_text(5, 19)], 14)
     stay, leave = _kept(world, turn)
     assert leave
+    writing.note_cleared()  # now it takes all that it is offered
     assert world.store.flush(300.0) == 0
     assert _written(world, turn) == stay
     _ask(world, [*second.tokens, *_text(6, 19)], 14)

@@ -55,6 +55,13 @@ def test_a_plain_model() -> None:
     assert of_two.kv_bytes == 8 * 2 * 64 * 2 * PAGE
 
 
+def test_layers_that_run_more_than_once() -> None:
+    """As SGLang counts them for the pool, which has more rows than the model has layers."""
+    config = config_of(TINYLM)
+    config.num_attention_layers *= 2
+    assert expected_layout(config, PAGE, 1, 2).kv_bytes == 2 * kv_bytes(TINYLM, 2)
+
+
 def test_latent_rows(tmp_path: Path) -> None:
     write_nextn_model(tmp_path / "model", PLAIN)
     latent, _ = rows_of(PLAIN)

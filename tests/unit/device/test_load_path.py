@@ -26,15 +26,17 @@ from tests.unit.device.test_copier import HEADS, LAYERS, PAGE, spec
 class Bed:
     """A pool, an arena of bare pages, and a path between them on a simulated device."""
 
-    def __init__(self, num_pages: int, ring_bytes: int, seed: int = 1) -> None:
+    def __init__(
+        self, num_pages: int, ring_bytes: int, seed: int = 1, *, is_bound: bool = False
+    ) -> None:
         shape = (num_pages * PAGE, HEADS, 16)
         k, v = (
             tuple(torch.zeros(shape, dtype=torch.bfloat16) for _ in range(LAYERS)) for _ in "kv"
         )
         pool = DevicePool("mha", torch.bfloat16, k, v, 0, len(k[0]))
-        layout = pool.layout(PAGE)
+        layout = pool.layout(PAGE, is_bound=is_bound)
         self.slots = np.zeros((num_pages, layout.slot_bytes), np.uint8)
-        ropes = [LayerRope(spec(), movable=True) for _ in range(LAYERS)]
+        ropes = [LayerRope(spec(), movable=not is_bound) for _ in range(LAYERS)]
         host = PageCopier(pool, layout, ropes, self.slots, mode="pre", kernels=kernels)
         self.kv_bytes = layout.kv_bytes
         self.pages = np.arange(num_pages)
@@ -81,6 +83,18 @@ def test_a_load_far_larger_than_the_ring_uses_no_more_memory_than_the_ring() -> 
     assert bed.device.counts["device_bytes"] == bed.path.ring_bytes == ring_bytes + index_bytes
     assert bed.device.counts["uploads"] == 1
     assert bed.device.bytes_in <= 1.02 * 300 * bed.kv_bytes
+
+
+def test_pages_that_are_only_copied_take_room_for_one_of_them_beside_the_ring() -> None:
+    """Kernels read nothing beside them and their rows."""
+    bed = Bed(300, 16 << 10, is_bound=True)
+    layers = bed.queue()
+    bed.device.run_all()
+    bed.device.require_order()
+    assert len(layers) == LAYERS
+    assert bed.device.counts["device_bytes"] == bed.path.ring_bytes == (16 << 10) + 8 * 2 * PAGE
+    assert not bed.device.counts["uploads"]
+    assert not bed.device.counts["synchronize"]
 
 
 def test_a_load_takes_four_events_for_each_layer_of_a_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,8 @@
-"""The table of states and steps: what it finds."""
+"""The table of states and steps: what it finds, and pages that do not fit a step."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from sglang_ext.tiers.store.books import page_states
 from sglang_ext.tiers.store.books.page_states import LEGAL, QUEUE, Step
 from sglang_ext.tiers.store.types import FILLING, ON_DISK, QUEUED, READY, SPILLING
 from tests import strict_steps
-from tests.unit.store.store_rig import Rig, pages
+from tests.unit.store.store_rig import Make, Rig, check_content, fill, pages, rigs
 
 STEPS = {step.name: step for step in vars(page_states).values() if isinstance(step, Step)}
 
@@ -52,3 +53,51 @@ def test_a_wrong_state_and_a_wrong_step_are_found(tmp_path: Path) -> None:
     table.order.changed(rows[:1])
     rig.books.check()
     rig.store.close()
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    yield from rigs(tmp_path)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "selective", "write_back", "auto"])
+@pytest.mark.parametrize("step", ["went on", "queue"])
+def test_a_page_that_is_half_filled_is_not_written(make: Make, policy: str, step: str) -> None:
+    """Somebody goes on behind it, or asks for its write, while half of it is in its slot."""
+    rig = make(policy=policy, slots=16, lookahead=True)
+    lookahead, spills, index = rig.store.lookahead, rig.books.spills, rig.books.table.index
+    assert lookahead is not None
+    chat = pages("chat", 4)
+    ticket = rig.store.begin_save(rig.space, chat, chat[:0])
+    for page, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True):
+        fill(rig.arena.slots[slot], chat[page].tobytes(), rig.space)
+    rest = rig.arena.slots[ticket.slots, 4096:].copy()
+    rig.arena.slots[ticket.slots, 4096:] = 0
+    rows = index.lookup(chat, rig.space.number)
+    if step == "went on":
+        lookahead.went_on(rig.space, chat)
+    else:
+        with rig.books.table.lock:
+            spills.queue(rig.space, rows)
+            spills.queue_leaving(rows)
+    assert index.flags[rows].tolist() == [FILLING] * 4
+    assert spills.num_pages() == 0
+    rig.arena.slots[ticket.slots, 4096:] = rest
+    rig.store.finish_save(ticket, ok=True)
+    assert rig.store.flush(300.0) == 0
+    assert rig.on_disk(chat) == 4
+    _evict(rig, chat)
+    plan = rig.store.plan(rig.space, chat)
+    assert plan is not None
+    rig.wait(plan)
+    check_content(rig, chat)
+    rig.store.cancel_plan(plan)
+
+
+def _evict(rig: Rig, hashes: np.ndarray) -> None:
+    """Until the disk alone has these pages."""
+    number = 0
+    while rig.ready(hashes):
+        rig.save(pages(f"filler{number}-", rig.arena.num_slots // 2))
+        rig.settle()
+        number += 1

@@ -78,13 +78,13 @@ GIVE_UP_COPY = Step("give up a copy", sets=GIVEN_UP, needs=READY, lacks=ON_DISK)
 LOSE_COPY = Step("lose a copy", sets=WRITE_DROPPED | GIVEN_UP, lacks=ON_DISK)
 
 # on the way to disk
-QUEUE = Step("queue", sets=QUEUED, needs=READY, lacks=ON_DISK | _WRITING)
+QUEUE = Step("queue", sets=QUEUED, needs=READY, lacks=FILLING | ON_DISK | _WRITING)
 UNQUEUE = Step("leave the queue", clears=QUEUED, needs=READY | QUEUED, lacks=SPILLING)
 SPILL = Step("spill", sets=SPILLING, needs=READY | QUEUED, lacks=SPILLING)
 REFUSE = Step("refuse", sets=WRITE_DROPPED, clears=QUEUED, needs=READY | QUEUED, lacks=SPILLING)
 DROP_WRITE = Step("drop a write", sets=WRITE_DROPPED, needs=_WRITING, tells=False)
 END_SPILL = Step("end a spill", clears=_WRITING, needs=_WRITING)
-SPARE = Step("spare a write", sets=WRITE_DROPPED, needs=READY, lacks=ON_DISK | _WRITING)
+SPARE = Step("spare a write", sets=WRITE_DROPPED, needs=READY, lacks=FILLING | ON_DISK | _WRITING)
 OFFER = Step("offer", clears=WRITE_DROPPED, tells=False)
 
 

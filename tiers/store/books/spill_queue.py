@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.tiers.index import NO_SLOT
 from sglang_ext.tiers.store.books.disk_pages import DiskPages
 from sglang_ext.tiers.store.books.page_states import (
     DROP_WRITE,
@@ -70,6 +71,8 @@ class SpillQueue:
         self._num_in_entries = 0  # pages; guarded by the lock
         self.num_spilling = 0
         self._num_ever_queued = 0  # pages since the start; guarded by the lock
+        # By slot, its generation when the page in it was spared a write; -1: it was not.
+        self._spared = np.full(table.arena.num_slots, -1, np.int64)
         self._to_clear: set[bytes] = set()
 
     def take_clears(self) -> list[bytes]:
@@ -164,9 +167,16 @@ class SpillQueue:
             return len(self._coldest(ON_DISK | WRITE_DROPPED))
 
     def num_only_in_dram(self) -> int:
-        """Pages in DRAM that the disk does not have, those that it refused among them (linear)."""
+        """Pages in DRAM that the disk does not have, those that it refused among them (linear).
+
+        Without those that are superseded, and were spared the write.
+        """
         with self._table.lock:
-            return len(self._coldest(ON_DISK))
+            rows = self._coldest(ON_DISK)
+            slots = self._index.host_slot[rows]
+            spared = self._spared[slots] == self._table.arena.generation[slots]
+            spared &= (self._index.flags[rows] & WRITE_DROPPED) != 0
+            return int((~spared).sum())
 
     def num_pages(self) -> int:
         """Pages on their way to disk, those that are being written among them."""
@@ -217,15 +227,16 @@ class SpillQueue:
         return bool(self.entries or self._to_clear)
 
     def queue(self, space: KeySpace, rows: Rows, *, from_end: bool = False) -> None:
-        """Queues those of some pages of DRAM that are neither on disk nor on their way there.
+        """Queues those of some pages that are whole in DRAM, neither on disk nor on their way.
+
+        What is being fetched, or saved, is passed over: a record of half a page would be intact.
 
         Args:
             space: where they belong.
             rows: i64 `[n]`, a parent before its children.
             from_end: see `SpillEntry`; counts as False once the server ends.
         """
-        flags = self._index.flags[rows]
-        rows = rows[(flags & (ON_DISK | QUEUED | SPILLING)) == 0]
+        rows = rows[QUEUE.fits(self._index.flags[rows])]
         if len(rows):
             self._table.take(QUEUE, rows)
             slots = self._index.host_slot[rows].copy()
@@ -253,11 +264,15 @@ class SpillQueue:
             self.queue(self._space_of(number), rows[numbers == number], from_end=from_end)
 
     def used(self, space: KeySpace, rows: Rows) -> None:
-        """Pages were used: what the disk refused is worth more now, and offered as it leaves."""
-        if self._table.disk_order is not None and self._writing.back:
-            self._table.take(OFFER, rows)
+        """Pages were used."""
+        self.worth_more(rows)
         if self._writing.on_use:
             self.queue(space, rows)
+
+    def worth_more(self, rows: Rows) -> None:
+        """What the disk refused, or was not to get, is offered as it leaves DRAM."""
+        if self._table.disk_order is not None and self._writing.back:
+            self.offer(rows)
 
     def wanted(self, space: KeySpace, rows: Rows) -> None:
         """Somebody waits for these pages: what the disk did not take is offered to it again."""
@@ -266,16 +281,26 @@ class SpillQueue:
         flags = self._index.flags[rows]
         rows = rows[(flags & (WRITE_DROPPED | READY | ON_DISK)) == (WRITE_DROPPED | READY)]
         if len(rows):
-            self._table.take(OFFER, rows)
+            self.offer(rows)
             if self._writing.through:
                 self.queue(space, rows)
 
+    def offer(self, rows: Rows) -> None:
+        """The disk may be offered these pages once more; the caller sees to it that it is."""
+        self._table.take(OFFER, rows)
+        slots = self._index.host_slot[rows]
+        self._spared[slots[slots != NO_SLOT]] = -1
+
     def spare(self, rows: Rows) -> None:
-        """Pages may leave DRAM as they are: those that are written for leaving it are not."""
-        if self._writing.back:
-            flags = self._index.flags[rows]
-            idle = (flags & (READY | FILLING | ON_DISK | QUEUED | SPILLING)) == READY
-            self._table.take(SPARE, rows[idle])
+        """Pages may leave DRAM as they are: on a full disk others would leave for them.
+
+        Where the disk has room, or pages are written as they are saved, they are like any other.
+        """
+        if self._writing.back and self._writing.disk_is_full:
+            rows = rows[SPARE.fits(self._index.flags[rows])]
+            self._table.take(SPARE, rows)
+            slots = self._index.host_slot[rows]
+            self._spared[slots] = self._table.arena.generation[slots]
 
     def clear(self, digests: Iterable[bytes]) -> None:
         """Forgets what is queued; the disk is to lose namespaces before it gets more."""
@@ -332,7 +357,7 @@ class SpillQueue:
             self._index.is_live(entry.rows)
             & (self._index.host_slot[entry.rows] == entry.slots)
             & (self._table.arena.generation[entry.slots] == entry.generations)
-            & ((self._index.flags[entry.rows] & QUEUED) != 0)
+            & SPILL.fits(self._index.flags[entry.rows])
         )
         return _part(entry, same)
 

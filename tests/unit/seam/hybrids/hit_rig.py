@@ -7,6 +7,7 @@ from typing import Any
 from sglang_ext.device.layout import PageLayout
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig
 
 PAGE = 4
@@ -19,13 +20,15 @@ class HitRig:
 
     Args:
         most_of_a_case: pages that a case puts, at most.
+        placement: for a store that looks ahead.
     """
 
-    def __init__(self, most_of_a_case: int) -> None:
+    def __init__(self, most_of_a_case: int, placement: PolicyConfig | None = None) -> None:
         self._most_of_a_case = most_of_a_case
         self._num_put = 0
+        config = PageStoreConfig("write_through", placement=placement)
         arena = HostArena(_SLOTS, LAYOUT.slot_bytes)
-        self.store = PageStore(arena, PageIndex(2 * _SLOTS), None, PageStoreConfig("write_through"))
+        self.store = PageStore(arena, PageIndex(2 * _SLOTS), None, config)
         self.store.open_namespace(bytes(32), {})
         self.space: KeySpace = self.store.space(bytes(32))
 

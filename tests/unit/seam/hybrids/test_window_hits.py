@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,8 @@ inprocess.prepare()
 from sglang_ext.device.windows.window_layers import WindowLayers  # noqa: E402
 from sglang_ext.provenance.tree_quality import DeviceProvenance  # noqa: E402
 from sglang_ext.seam.hybrids.window_pages import WindowPages  # noqa: E402
+from sglang_ext.seam.radix_tree import TreeNode  # noqa: E402
+from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from tests.long_form import count  # noqa: E402
 from tests.unit.seam.hybrids.hit_rig import PAGE, HitRig  # noqa: E402
 
@@ -28,13 +31,13 @@ Pages = list[bool]
 class Rig(HitRig):
     """With the pages of models with window layers."""
 
-    def pages(self, num_before: int) -> WindowPages:
+    def pages(self, num_before: int, tree: Any = None) -> WindowPages:
         """Of a model whose tokens read so many tokens before their own in a window layer."""
         copiers: Any = (None,) * GROUPS
         layers = WindowLayers(-(-num_before // PAGE), PAGE, copiers, [])
         nothing: Any = None
         return WindowPages(
-            layers, self.store, nothing, nothing, pages=DeviceProvenance(1), may_move=lambda: False
+            layers, self.store, tree, nothing, pages=DeviceProvenance(1), may_move=lambda: False
         )
 
 
@@ -99,3 +102,31 @@ def test_a_hit_is_what_a_resume_needs(rig: Rig) -> None:
         seen.add((wanted, behind))
         rig.make_room(num * (1 + GROUPS))
     assert len(seen) > 20
+
+
+def test_the_window_where_the_tree_ends_stays() -> None:
+    """The tree has six pages of a turn of eight, of which four were its prompt."""
+    rig = Rig(MOST_OF_A_CASE, PolicyConfig())
+    hashes = np.frombuffer(random.Random(1).randbytes(32 * 8), np.uint8).reshape(8, 32)
+    node = TreeNode("node", 0, 6, [page.tobytes().hex() for page in hashes[:6]], None, False)
+    tree = SimpleNamespace(page_size=PAGE, window_path=lambda key: (6, [node]))
+    pages = rig.pages(PAGE, tree)
+    for part in pages.parts(hashes):
+        rig.put(part[None])  # none leads to another
+    assert rig.store.lookahead is not None
+    rig.store.lookahead.used(rig.space, hashes, None)
+    req = SimpleNamespace(
+        origin_input_ids=[7] * (4 * PAGE), full_untruncated_fill_ids=[7] * (8 * PAGE),
+        extra_key=None, cache_salt=None, finished=lambda: True,
+    )  # fmt: skip
+    note = pages.save(req, rig.space, 8 * PAGE, lambda place, num: place)
+    assert note is not None
+    note()
+    table = rig.store._books.table
+    leaving = rig.store.counters.snapshot()["superseded_pages"]
+    keys = table.index.keys(table.order.next_to_leave(leaving, 0.0))[0]
+    found = {key.tobytes() for key in keys}
+    windows = pages.parts(hashes)[8:].reshape(GROUPS, 8, 32)
+    for group in windows:  # behind page 3 the prompt is asked again, behind 4 it ended
+        assert {at for at, key in enumerate(group) if key.tobytes() in found} == {0, 1, 4}
+    rig.store.close()
