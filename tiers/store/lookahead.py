@@ -96,6 +96,9 @@ class LookAhead:
     Attributes:
         num_waiting: requests that wait, as of the last look at the window.
         num_in_window: those of them that were in it.
+
+    It has many methods because each thing that is known ahead of a page, by a request that waits, a
+    client or an operator, is told by one.
     """
 
     def __init__(self, books: Books, policy: PlacementPolicy) -> None:

@@ -68,6 +68,7 @@ NOT_IN_A_FILE = {
     "get_internal_state_communicator": "named by a table, called by what is followed",
     "inc": "of prometheus' counters",
     "nnodes": "an argument, as `settings/arguments.py` has all of them",
+    "num_attention_layers": "of SGLang's configuration of a model, looked for with a default",
     "num_kv_shared_layers": "of a model's own configuration, looked for with a default",
     "padding_values": "not in 0.5.22, and asked for behind `identity`, looked for with a default",
     "router": "of starlette's applications, set in them",
