@@ -20,6 +20,7 @@ import pytest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore
+from sglang_ext.tiers.remote.engines import file_reclaim
 from sglang_ext.tiers.remote.engines.file_engine import FileEngine
 from sglang_ext.tiers.remote.engines.file_reclaim import LOCK_NAME
 from sglang_ext.tiers.remote.engines.value_folders import ValueFolders
@@ -209,6 +210,30 @@ def test_a_folder_that_is_removed_under_a_put_is_made_again(
     assert store.put([item]) == [OK]
     assert len(removed) == 2
     assert read(store, [item]) == [OK]
+
+
+def test_who_finds_another_at_work_looks_again_soon(
+    open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not at the next regular look, which is an hour later."""
+    monkeypatch.setattr(file_reclaim, "_SCAN_AGAIN_S", 0.01)
+    store = open_()
+    store.put([make_item(0)])
+    reclaimer = _reclaimer(store)
+    assert _scans(reclaimer)
+    (top,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    (top / LOCK_NAME).touch()
+    with reclaimer._changed:
+        num_whole = reclaimer.num_scans - reclaimer.num_passed_over
+    assert _scans(reclaimer)
+    with reclaimer._changed:
+        assert reclaimer.num_passed_over
+        assert reclaimer.num_scans - reclaimer.num_passed_over == num_whole
+    (top / LOCK_NAME).unlink()
+    with reclaimer._changed:  # nobody asks for it
+        assert reclaimer._changed.wait_for(
+            lambda: reclaimer.num_scans - reclaimer.num_passed_over > num_whole, WAIT_S
+        )
 
 
 def test_a_lock_from_the_future_holds_nobody_off(open_: Open, tmp_path: Path) -> None:

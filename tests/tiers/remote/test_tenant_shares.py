@@ -65,11 +65,15 @@ def of_tenant(tenant: int, numbers: range) -> list[PutItem]:
 
 
 def look(store: RemoteStore) -> None:
-    """Waits until the folder was looked through from begin to end."""
+    """Waits until the folder was looked through from begin to end, and not left to another."""
     reclaimer: Any = store._engine.reclaimer  # type: ignore[attr-defined]
+
+    def num_whole() -> int:
+        return int(reclaimer.num_scans - reclaimer.num_passed_over)
+
     with reclaimer._changed:
-        target = reclaimer.num_scans + 1 + reclaimer._is_scanning
-        while reclaimer.num_scans < target:
+        target = num_whole() + 1 + reclaimer._is_scanning
+        while num_whole() < target:
             reclaimer._is_due = True
             reclaimer._changed.notify_all()
             assert reclaimer._changed.wait(WAIT_S)

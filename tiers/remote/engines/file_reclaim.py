@@ -22,6 +22,7 @@ _TEMP_AGE_S = 3600.0
 _LOCK_AGE_S = 900.0
 _EMPTY_AGE_S = 60.0  # an empty folder may be one that a writer has just made
 _SCAN_EVERY_S = 3600.0
+_SCAN_AGAIN_S = 60.0  # where another server was at work: what lies there is not known here yet
 _SCAN_AFTER_SHARE = 1 / 64  # of the size, in bytes that this server wrote
 _KEEP_SHARE = 0.9
 _OVERFULL_SHARE = 1.1
@@ -62,6 +63,7 @@ class FolderReclaimer:
         self._counts_blocks = False  # whether the file system says what files take
         self.num_removed = 0
         self.num_scans = 0  # guarded by _changed
+        self.num_passed_over = 0  # of them, as another server was at work; guarded by _changed
         self._thread = threading.Thread(
             target=self._run, name="hier-kv-remote-reclaim", daemon=True
         )
@@ -117,16 +119,18 @@ class FolderReclaimer:
 
     def _run(self) -> None:
         every_s = min(_SCAN_EVERY_S, self._ttl_s / 4) if self._ttl_s else _SCAN_EVERY_S
+        wait_s = every_s
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._is_due or self._closed, every_s)
+                self._changed.wait_for(lambda: self._is_due or self._closed, wait_s)
                 if self._closed:
                     return
                 self._is_due, self._is_scanning = False, True
                 before = list(self._new_bytes)
-            used = None
+            used, passes_over = None, False
             try:
                 used = self._scan()
+                passes_over = used is None
             except OSError as error:
                 logger.warning(
                     "hier-kv: %s could not be looked through: %s", self._folders.root, error
@@ -137,6 +141,8 @@ class FolderReclaimer:
                     for tenant, num_bytes in enumerate(before):
                         self._new_bytes[tenant] -= num_bytes
                 self.num_scans += 1
+                self.num_passed_over += passes_over
+                wait_s = min(every_s, _SCAN_AGAIN_S) if passes_over else every_s
                 self._is_scanning = False
                 self._changed.notify_all()
 
