@@ -16,6 +16,7 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.lossless import lossy_codec
 from sglang_ext.settings.model_kinds import STATE_KINDS
 from sglang_ext.settings.untried import adapters_and_sessions, on, outside
+from sglang_ext.settings.values import NO, YES
 
 PREFILL, DECODE = "prefill", "decode"
 WITHOUT_DISAGGREGATION = "change it or leave --disaggregation-mode out"
@@ -23,7 +24,6 @@ _STAGING = "SGLANG_DISAGG_STAGING_BUFFER"  # KV that leaves by way of a copy was
 # Without it rows of a request that was aborted go to the next one while a transfer may write them,
 # and what it wrote would be stored as that one's.
 _DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
-_YES, _NO = ("true", "1", "yes", "y"), ("false", "0", "no", "n")  # as SGLang reads them
 _TRANSFERS = ("mooncake", "mooncake_tcp")
 _KINDS = ("mha", "mla", "indexed", "swa", *STATE_KINDS)
 # Drafts whose rows SGLang sends with the target's. Others it does not take for a decode server that
@@ -81,8 +81,8 @@ def outside_disaggregation(
         ),
         ("--optimistic-prefill-attempts 0", read("optimistic_prefill_attempts")),
         ("no --disaggregation-enable-kv-checksum", on(read("disaggregation_enable_kv_checksum"))),
-        (f"no {_STAGING}", _variable(_STAGING, _NO)),
-        (f"{_DEFERRED}=1 or none", _variable(_DEFERRED, _YES)),
+        (f"no {_STAGING}", _variable(_STAGING, NO)),
+        (f"{_DEFERRED}=1 or none", _variable(_DEFERRED, YES)),
     ]
     if mode == DECODE:
         found += _outside_decoding(read)

@@ -20,9 +20,13 @@ KINDS = {float: "a number", int: "a whole number", str: "a string"}
 """The types that settings have, as messages call them."""
 
 
+YES, NO = ("true", "1", "yes", "y"), ("false", "0", "no", "n")
+"""What a switch of the environment may be, in small letters, as SGLang reads it."""
+
+
 def is_set(variable: str) -> bool:
     """Whether a switch of the environment is on, as SGLang reads it."""
-    return os.environ.get(variable, "").lower() in ("true", "1", "yes", "y")
+    return os.environ.get(variable, "").lower() in YES
 
 
 def shown(value: object) -> str:

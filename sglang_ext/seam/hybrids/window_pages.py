@@ -187,7 +187,6 @@ class WindowPages(ResumablePages):
             state.resume_pages -= gone_on
         if self._store.lookahead is None or not nodes:
             return None
-        path = hashes_from_hex([page for node in nodes for page in node.hashes][:num_pages])
         needed: set[int] = set()
         # Of what a decode server was sent it is not known where paths part.
         if own and req.finished() and (state is None or state.received is None):
@@ -196,6 +195,7 @@ class WindowPages(ResumablePages):
             needed |= {node.end for node in nodes if node.parts}
         if not gone_on and not needed:
             return None
+        path = hashes_from_hex([page for node in nodes for page in node.hashes][:num_pages])
         # What was let leave once, and is an end of this turn, too, stays again.
         return partial(self._note_turn, space, path, gone_on | needed & own, needed)
 

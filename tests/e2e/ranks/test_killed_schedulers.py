@@ -20,7 +20,16 @@ import pytest
 from testkit.rank_requests import ENVIRONMENT, WAYS, answer_of
 from testkit.requests import flush_device
 from testkit.server import Server, ServerError
-from tests.e2e.hier_server import PAGE, ask, by_tier, every_rank, hier_args, real_prompts, settled
+from tests.e2e.hier_server import (
+    PAGE,
+    ask,
+    by_tier,
+    check_agreed,
+    every_rank,
+    hier_args,
+    real_prompts,
+    settled,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -134,4 +143,4 @@ def test_what_both_have_stored_is_read_by_the_next_start(rig: Rig) -> None:
     with server_on(rig.folder) as server:
         for rank, hits in rig.hits.items():
             check_hits(answers(server, rank), hits, "disk")
-        assert server.log().count("Rank consensus checker is enabled") == len(PROMPTS)
+        check_agreed(server.log(), len(PROMPTS))

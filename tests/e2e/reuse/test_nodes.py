@@ -12,7 +12,7 @@ from testkit.rank_requests import ENVIRONMENT, JITTER_MS, answer_of, ask
 from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import PAGE, by_tier, host_gb, real_prompts, settled, state
+from tests.e2e.hier_server import PAGE, by_tier, check_agreed, host_gb, real_prompts, settled, state
 from tests.e2e.two_nodes import TwoNodes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -79,8 +79,7 @@ def test_what_two_nodes_loaded_answers_as_what_the_device_held(tmp_path: Path) -
     for node in range(2):
         assert list(nodes.disk(node).glob(f"dp0-tp{node}-of-2/*/seg-*.hkv"))
         assert not list(nodes.disk(node).glob(f"dp0-tp{1 - node}-of-2"))
-    assert log.count("Rank consensus checker is enabled") == 2
-    assert "Found rank divergence" not in log
+    check_agreed(log, 2)
 
 
 def _end_a_node(nodes: TwoNodes) -> None:

@@ -486,6 +486,12 @@ def assert_one_sentence(text: str, expected: list[str], folder: Path) -> None:
     assert len(ours.strip().splitlines()[-1]) <= SENTENCE_CHARS
 
 
+def assert_refused(result: dict[str, Any], expected: list[str], folder: Path) -> None:
+    """A start ended by the plugin, with that."""
+    assert result.get("exit") == 1, result
+    assert_one_sentence(result["stderr"], expected, folder)
+
+
 @pytest.mark.parametrize("name", REFUSED_ARGUMENTS)
 def test_is_refused_with_one_sentence(parsed: Parsed, folder: Path, name: str) -> None:
     result = parsed[name]
@@ -511,8 +517,7 @@ def test_a_model_is_refused_before_its_weights_load(
     parsed: Parsed, folder: Path, name: str
 ) -> None:
     result = parsed[f"model: {name}"]
-    assert result.get("exit") == 1, result
-    assert_one_sentence(result["stderr"], REFUSED_MODELS[name][1], folder)
+    assert_refused(result, REFUSED_MODELS[name][1], folder)
     assert result["stderr"].endswith("start this model without --enable-hier-kv.")
 
 
@@ -526,9 +531,8 @@ def test_what_windows_were_not_tried_with_is_refused(
     parsed: Parsed, folder: Path, name: str
 ) -> None:
     result = parsed[f"windows: {name}"]
-    assert result.get("exit") == 1, result
     expected = [f"{NO_WINDOWS[name][1]} with sliding-window layers", "--disable-hybrid-swa-memory"]
-    assert_one_sentence(result["stderr"], expected, folder)
+    assert_refused(result, expected, folder)
 
 
 @pytest.mark.parametrize("name", ["taken", "taken: its own layer"])
@@ -541,17 +545,15 @@ def test_drafts_with_other_rows_are_refused_before_weights_load(
     parsed: Parsed, folder: Path, name: str
 ) -> None:
     result = parsed[f"drafts: {name}"]
-    assert result.get("exit") == 1, result
-    assert_one_sentence(result["stderr"], OTHER_ROWS[name][2], folder)
+    assert_refused(result, OTHER_ROWS[name][2], folder)
 
 
 def test_k_and_v_head_by_head_are_refused_where_sglang_keeps_them_so(
     parsed: Parsed, folder: Path
 ) -> None:
     result = parsed["head by head: K and V"]
-    assert result.get("exit") == 1, result
     expected = ["side by side (NHD)", "got SGLANG_USE_HND_KVCACHE=1", "unset that variable"]
-    assert_one_sentence(result["stderr"], expected, folder)
+    assert_refused(result, expected, folder)
     assert parsed["head by head: latent rows"].get("hier_kv")
 
 
@@ -560,9 +562,8 @@ def test_what_drafts_were_not_tried_with_is_refused(
     parsed: Parsed, folder: Path, name: str
 ) -> None:
     result = parsed[f"drafts: {name}"]
-    assert result.get("exit") == 1, result
     expected = [f"{NO_DRAFTS[name][1]} with --speculative-algorithm EAGLE", "leave --speculative"]
-    assert_one_sentence(result["stderr"], expected, folder)
+    assert_refused(result, expected, folder)
 
 
 @pytest.mark.parametrize("name", STATES)
@@ -575,9 +576,8 @@ def test_what_states_were_not_tried_with_is_refused(
     parsed: Parsed, folder: Path, name: str
 ) -> None:
     result = parsed[f"states: {name}"]
-    assert result.get("exit") == 1, result
     expected = [f"{NO_STATES[name][1]} with layers that have a state", "start this model without"]
-    assert_one_sentence(result["stderr"], expected, folder)
+    assert_refused(result, expected, folder)
 
 
 @pytest.mark.parametrize("name", ASSERTED_OF_STATES)
@@ -585,25 +585,22 @@ def test_what_sglang_only_asserts_is_told_in_a_sentence(
     parsed: Parsed, folder: Path, name: str
 ) -> None:
     result = parsed[f"states: {name}"]
-    assert result.get("exit") == 1, result
-    assert_one_sentence(result["stderr"], [ASSERTED_OF_STATES[name][1], "leave --mamba"], folder)
+    assert_refused(result, [ASSERTED_OF_STATES[name][1], "leave --mamba"], folder)
 
 
 @pytest.mark.parametrize("name", FLAG_ALONE)
 def test_a_flag_without_the_switch_is_refused(parsed: Parsed, folder: Path, name: str) -> None:
     result = parsed[f"alone: {name}"]
-    assert result.get("exit") == 1, result
     expected = [FLAG_ALONE[name][0], "without --enable-hier-kv", "add --enable-hier-kv or remove"]
-    assert_one_sentence(result["stderr"], expected, folder)
+    assert_refused(result, expected, folder)
 
 
 def test_another_sglang_is_refused_only_where_it_breaks_what_is_used(
     parsed: Parsed, folder: Path
 ) -> None:
     result = parsed["broken"]
-    assert result.get("exit") == 1, result
     expected = ["as in 0.5.23", f"SGLang 0.6.0 {HOOKED} is missing", "install sglang==0.5.23"]
-    assert_one_sentence(result["stderr"], expected, folder)
+    assert_refused(result, expected, folder)
     assert "args" in parsed["broken, off"]
     assert "args" in parsed["later"]
 
@@ -613,9 +610,8 @@ def test_each_of_twenty_names_that_is_gone_ends_the_start_whatever_was_allowed(
     parsed: Parsed, folder: Path, symbol: Symbol
 ) -> None:
     result = parsed[f"broken: {symbol}"]
-    assert result.get("exit") == 1, result
     expected = [f"SGLang 0.6.0 {symbol} is missing", "install sglang==0.5.23"]
-    assert_one_sentence(result["stderr"], expected, folder)
+    assert_refused(result, expected, folder)
 
 
 def test_the_switch_changes_three_arguments_and_no_switch_changes_none(parsed: Parsed) -> None:
