@@ -10,6 +10,7 @@ cuts on.
 from __future__ import annotations
 
 import zlib
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from sglang_ext.device.layout import ROPE_NAMES, ROPE_PRE
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.device.windows.window_layers import group_hashes
-from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of
+from sglang_ext.identity.tenancy import note_tenant, tenant_of
 from sglang_ext.kernels.rope import RopeSpec
 from sglang_ext.provenance.request_state import state_of, wants_exact
 from sglang_ext.seam.page_hash import page_hasher
@@ -35,7 +36,7 @@ from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_linea
 from sglang_ext.truncation.truncator import Truncator
 from tests.property.worlds import window_world
 from tests.property.worlds.taint_world import ready_slots
-from tests.property.worlds.truncation_world import Cuttable
+from tests.property.worlds.truncation_world import Cuttable, QuoteModel, Whose
 from tests.property.worlds.window_world import FULL, PAGE, Request, WindowWorld, WrongKVError
 
 CONTEXT = 80
@@ -148,11 +149,8 @@ class CutWindowWorld(WindowWorld):
         scheduler: Any = self
         self.cache.bind_scheduler(scheduler, self.truncator)
         assert self.cache.truncated.is_movable()
-        # What rows of exact prompts say that may be quoted: whose, which head, which token.
-        self.known: dict[int, set[tuple[Tenant, tuple[int, ...], int]]] = {}
+        self.quotes = QuoteModel(lambda tokens, before: prints_behind(before, tokens))
         self.talks: list[tuple[list[int], str | None]] = []
-        # Positions, and what rows there say that were computed behind a quote, by lineage.
-        self.computed: dict[str, set[tuple[int, int]]] = {}
         # What pages say when all is computed, by namespace and key.
         self.own_pages: dict[tuple[bytes, bytes], list[int]] = {}
         self.num_cut = self.num_exact_cut = self.num_quoting = 0
@@ -227,6 +225,12 @@ class CutWindowWorld(WindowWorld):
 
     # ---- the model ----
 
+    def whose(self, req: Request) -> Whose:
+        """Who may share what is computed for a prompt that quotes."""
+        tenant = tenant_of(req)
+        assert tenant is not None
+        return tenant, self.head(req.tokens[: req.prompt_len])
+
     def seed(self, req: Request) -> int:
         """What is said before a request's first row."""
         lineage, key = lineage_of(req), req.extra_key
@@ -255,9 +259,10 @@ class CutWindowWorld(WindowWorld):
         if start:
             before = self.said(rows[start - 1 : start], self.first_buffer)[0]
         prints = prints_behind(before, req.tokens[start:end])
-        if isinstance(lineage_of(req), QuoteLineage):
-            computed = self.computed.setdefault(str(req.extra_key), set())
-            computed.update(enumerate(prints, start))
+        lineage = lineage_of(req)
+        if isinstance(lineage, QuoteLineage):
+            tokens, seed = req.tokens[:end], self.seed(req)
+            self.quotes.note_computed(self.whose(req), lineage.run, tokens, seed, prints)
         for layer, is_window, buffer, kind in self.layer_rows():
             at = self.window_rows(rows[start:]) if is_window else rows[start:]
             if is_window and bool((at < PAGE).any()):
@@ -293,7 +298,7 @@ class CutWindowWorld(WindowWorld):
             where = f"{req.rid}, layer {layer}, tokens {first} to {end}"
             self.check_layer(buffer[at], layer, kind, first, where, is_window=is_window)
             if isinstance(lineage_of(req), QuoteLineage):
-                self.check_quote(req, first, found)
+                self.check_quote(req, end, found)
             elif not all(v in one for v, one in zip(found, allowed[first:], strict=True)):
                 raise WrongKVError(f"{where}: rows of others")
             moved |= found != own[first:]
@@ -318,24 +323,15 @@ class CutWindowWorld(WindowWorld):
         if bool((apart > _CLOSE).any()):
             raise WrongKVError(f"{where}: K of another position, {apart.tolist()}")
 
-    def check_quote(self, req: Request, first: int, found: list[int]) -> None:
-        """Rows of a prompt that quotes: computed on the row before, or of a prompt like it.
-
-        Where others quoted the same the tree may go on with rows of several of them.
-        """
-        tenant, head = tenant_of(req), self.head(req.tokens)
+    def check_quote(self, req: Request, end: int, found: list[int]) -> None:
+        """Rows of a prompt that quotes, up to `end`, are of what it quotes."""
+        lineage, tenant = lineage_of(req), tenant_of(req)
+        assert isinstance(lineage, QuoteLineage)
         if tenant is None or not tenant.is_named or wants_exact(req):
             raise WrongKVError(f"{req.rid} quotes, and is nobody's or declined")
-        computed = self.computed.get(str(req.extra_key), set())
-        before = self.seed(req) if not first else None
-        for at, (token, value) in enumerate(zip(req.tokens[first:], found, strict=False), first):
-            is_own = before is not None and value == print_after(before, token)
-            is_known = (tenant, head, token) in self.known.get(value, ())
-            # In front of a window's first row lies what is not there any more.
-            is_others = (at, value) in computed
-            if not (is_own or is_known or is_others) and before is not None:
-                raise WrongKVError(f"rows of {req.rid} are another's, or of other text")
-            before = value
+        tokens, seed = req.tokens[:end], self.seed(req)
+        if not self.quotes.allows(self.whose(req), lineage.run, tokens, seed, found):
+            raise WrongKVError(f"rows of {req.rid} are another's, or of other text")
 
     def note_pages(self, req: Request) -> None:
         """Remembers what every page of a request would say that was computed as a whole."""
@@ -384,15 +380,14 @@ class CutWindowWorld(WindowWorld):
         )
 
     def finish(self, req: Request) -> None:
-        tenant = tenant_of(req)
         if (
             lineage_of(req) is None
-            and tenant is not None
+            and tenant_of(req) is not None
             and req.sampling_params.custom_params["hier_kv_truncation"] == "all"
         ):
-            head, tokens = self.head(req.tokens[: req.prompt_len]), req.tokens[: req.prefix_len]
-            for token, value in zip(tokens, prints_behind(self.seed(req), tokens), strict=True):
-                self.known.setdefault(value, set()).add((tenant, head, token))
+            tokens = array("q", req.tokens[: req.prefix_len])
+            hashes = self.truncator.hash_of(tokens, req.extra_key, req.cache_salt)
+            self.quotes.note_stored(self.whose(req), tokens, hashes)
         self.num_quoting += isinstance(lineage_of(req), QuoteLineage)
         super().finish(req)
 

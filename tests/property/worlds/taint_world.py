@@ -723,13 +723,17 @@ class World:
     def run(self, tokens: list[int], *, exact: bool = False) -> Request:
         """One request from its arrival to its end; saves land."""
         req = self.arrive(list(tokens), exact=exact, num_new=0)
+        self.serve(req)
+        return req
+
+    def serve(self, req: Request) -> None:
+        """One that waits, to its end; saves land."""
         deadline_s = time.monotonic() + 300
         while not self.admit(req):
             assert time.monotonic() < deadline_s
         while req in self.running:
             self.go_on(req)
         self.settle()
-        return req
 
     def keys(self, tokens: list[int]) -> list[str]:
         key = RadixKey(array("q", tokens), None, is_bigram=self.of_pairs).page_aligned(PAGE)

@@ -4,7 +4,7 @@ A row's fingerprint is made of its token and of the fingerprint in the row befor
 the pool when the row is computed. So it names every token that the row's KV rests on, dropped ones
 included, whatever the request's own prompt looks like by now. A brute-force model says which
 fingerprints a request may meet: for an exact one a single one a token, for a truncated one those of
-its own conversation, whole or from one of its cuts on.
+its own conversation, whole or from one of its cuts on, and for one that quotes see `QuoteModel`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 import torch
 
+from sglang_ext.device.composition import Hashes
 from tests.property.worlds import taint_world
 from tests.property.worlds.taint_world import (
     DIM,
@@ -43,6 +44,7 @@ from sglang_ext.seam.page_hash import page_hasher
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
+from sglang_ext.truncation.quotes import StoredRun
 from sglang_ext.truncation.truncator import Truncator
 
 CONTEXT = 80
@@ -112,14 +114,85 @@ def prints_of(tokens: Sequence[int], before: int) -> list[int]:
     return out
 
 
+Whose = tuple[Tenant, tuple[int, ...]]  # and the head
+
+
+class QuoteModel:
+    """What the rows of prompts that quote may say.
+
+    Such a prompt has a row of the stored conversation that it quotes, or one that was computed for
+    a prompt like it: of the same tenant, behind the same text that was left out, and with the same
+    tokens up to the row. What that one was computed on is left open. Pages come and go one by one,
+    so a page of a prompt may have been computed on the conversation's rows and the page in front of
+    it, by another request or again, on the head alone. All of it rests on the same text, and is
+    known for an approximation of it, as a row of the conversation is itself.
+
+    It goes by the text that was left out, and not by the name under which the pages are kept.
+
+    Args:
+        prints_of: what rows of some tokens say behind a row that says something.
+    """
+
+    def __init__(self, prints_of: Callable[[Sequence[int], int], list[int]]) -> None:
+        self._prints_of = prints_of
+        # Conversations, by who may quote them and by each of their pages.
+        self._stored: dict[tuple[Whose, bytes], Sequence[int]] = {}
+        # Who, what the last row that was left out says, what the prompt's row says where all is
+        # computed, and what the row says that was computed.
+        self._computed: set[tuple[Whose, int, int, int]] = set()
+
+    def note_stored(self, whose: Whose, tokens: Sequence[int], hashes: Hashes) -> None:
+        """A conversation ended, and its tenant may quote it."""
+        for digest in hashes:
+            self._stored.setdefault((whose, digest.tobytes()), tokens)
+
+    def note_computed(
+        self, whose: Whose, run: StoredRun, tokens: Sequence[int], seed: int, values: Sequence[int]
+    ) -> None:
+        """Rows were computed for a prompt that quotes: of its last tokens."""
+        left_out, own = self._left_out(whose, run, seed)[-1], self._prints_of(tokens, seed)
+        for value, one in zip(values, own[len(own) - len(values) :], strict=True):
+            self._computed.add((whose, left_out, one, value))
+
+    def allows(
+        self, whose: Whose, run: StoredRun, tokens: Sequence[int], seed: int, found: Sequence[int]
+    ) -> bool:
+        """Whether the last rows of some tokens may say this."""
+        left_out, own = self._left_out(whose, run, seed)[-1], self._prints_of(tokens, seed)
+        quoted = self._prints_of(tokens[run.start :], left_out)
+        first = len(tokens) - len(found)
+        return all(
+            value == (own[at] if at < run.start else quoted[at - run.start])
+            or (whose, left_out, own[at], value) in self._computed
+            for at, value in enumerate(found, first)
+        )
+
+    def _left_out(self, whose: Whose, run: StoredRun, seed: int) -> list[int]:
+        """What the rows say of what stands in front of a run in its conversation."""
+        tokens = self._stored.get((whose, run.hashes[0].tobytes()))
+        if tokens is None:
+            raise Wrong("text is quoted that its tenant has not stored")
+        return [seed, *self._prints_of(tokens[: run.position], seed)]
+
+
 class TruncationWorld(World):
     """One server's cache; conversations that grow, fork, quote one another and overflow."""
 
-    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        patch: pytest.MonkeyPatch,
+        seed: int,
+        *,
+        head_tokens: int | None = None,
+        **options: Any,
+    ) -> None:
         patch.setattr(taint_world, "MAX_TOKENS", 2 * CONTEXT)
         super().__init__(folder, patch, seed, **options)
+        if head_tokens is None:
+            head_tokens = self.rng.choice((0, 3, 4))
         self.truncator = Truncator(
-            HierKVConfig(truncation="all", truncation_head=self.rng.choice((0, 3, 4))),
+            HierKVConfig(truncation="all", truncation_head=head_tokens),
             b"secret" + bytes([seed % 256]),
             context_len=CONTEXT,
             max_req_len=CONTEXT + 1,
@@ -129,9 +202,7 @@ class TruncationWorld(World):
             tokenizer=None,
         )
         self.cache.bind_scheduler(TextScheduler(), self.truncator)
-        # Fingerprints of rows of exact prompts that ended and may be quoted: whose each is, its
-        # head and its token.
-        self.known: dict[int, set[tuple[Tenant, tuple[int, ...], int]]] = {}
+        self.quotes = QuoteModel(prints_of)
         self.talks: list[tuple[list[int], int]] = []  # (tokens, index of KEYS)
         self.num_served = 0
         self.num_cut = 0
@@ -171,8 +242,9 @@ class TruncationWorld(World):
 
     def arrive(
         self, tokens: list[int] | None = None, *, exact: bool | None = None, num_new: int = 1,
-        key: int = 0,
+        key: int = 0, mode: str | None = None,
     ) -> Request:  # fmt: skip
+        """A request comes; with a `mode` it is nobody's own among those of its tenant."""
         if tokens is None:
             tokens, key = self.talk()
         req = CutRequest(
@@ -180,8 +252,8 @@ class TruncationWorld(World):
             list(tokens),
             self.rng.randint(0, min(num_new, ROOM)),
             self.rng.random() < 0.3 if exact is None else exact,
-            mode=self.rng.choice(("overflow", "all", "all", "all")),
-            owner=self.rng.choice((None, None, None, None, "me")),
+            mode=mode or self.rng.choice(("overflow", "all", "all", "all")),
+            owner=None if mode else self.rng.choice((None, None, None, None, "me")),
         )
         req.extra_key, req.cache_salt = KEYS[key]
         message = {"extra_key": req.extra_key, "cache_salt": req.cache_salt}
@@ -234,6 +306,12 @@ class TruncationWorld(World):
         """The tokens that a prompt never loses."""
         return tuple(tokens[: self.truncator.head_of(tokens)])
 
+    def whose(self, req: Request) -> Whose:
+        """Who may share what is computed for a prompt that quotes."""
+        tenant = tenant_of(req)
+        assert tenant is not None
+        return tenant, self.head(req.tokens[: req.prompt_len])
+
     def read_prints(self, rows: torch.Tensor, buffer: torch.Tensor) -> list[int]:
         self.at_rows("attends to", rows, writes=False)
         parts = buffer[:, 0, IDENTITY : IDENTITY + 4][rows].to(torch.int64)
@@ -247,6 +325,10 @@ class TruncationWorld(World):
         if start:
             before = self.read_prints(rows[start - 1 : start], self.kv_pool.k_buffer[0])[0]
         values = prints_of(req.tokens[start:end], before)
+        lineage = lineage_of(req)
+        if isinstance(lineage, QuoteLineage):
+            tokens, seed = req.tokens[:end], self.seed(req)
+            self.quotes.note_computed(self.whose(req), lineage.run, tokens, seed, values)
         new = torch.zeros(end - start, HEADS, DIM, dtype=torch.bfloat16)
         new[..., EXACT_BIT] = float(inexact)
         parts = [[value >> shift & 127 for shift in (0, 7, 14, 21)] for value in values]
@@ -300,22 +382,20 @@ class TruncationWorld(World):
             raise Wrong(f"{req.rid} attends to moved KV and does not know")
 
     def check_quote(self, req: Request, found: list[int]) -> None:
-        """Rows of a prompt that quotes: computed on the row before, or of a prompt like it."""
-        before, tenant, head = self.seed(req), tenant_of(req), self.head(req.tokens)
+        """Rows of a prompt that quotes are of what it quotes."""
+        lineage, tenant = lineage_of(req), tenant_of(req)
+        assert isinstance(lineage, QuoteLineage)
         if tenant is None or not tenant.is_named or not opted_in(req):
             raise Wrong(f"{req.rid} quotes, and is nobody's or declined")
-        for token, value in zip(req.tokens, found, strict=False):
-            stored = (tenant, head, token) in self.known.get(value, ())
-            if value != step_print(before, token) and not stored:
-                raise Wrong(f"rows of {req.rid} are another's, or of other text")
-            before = value
+        tokens, seed = req.tokens[: len(found)], self.seed(req)
+        if not self.quotes.allows(self.whose(req), lineage.run, tokens, seed, found):
+            raise Wrong(f"rows of {req.rid} are another's, or of other text")
 
     def finish(self, req: Request) -> None:
-        tenant = tenant_of(req)
-        if lineage_of(req) is None and tenant is not None and opted_in(req):
-            head, tokens = self.head(req.tokens[: req.prompt_len]), req.tokens[: req.prefix_len]
-            for token, value in zip(tokens, prints_of(tokens, self.seed(req)), strict=True):
-                self.known.setdefault(value, set()).add((tenant, head, token))
+        if lineage_of(req) is None and tenant_of(req) is not None and opted_in(req):
+            tokens = array("q", req.tokens[: req.prefix_len])
+            hashes = self.truncator.hash_of(tokens, req.extra_key, req.cache_salt)
+            self.quotes.note_stored(self.whose(req), tokens, hashes)
         self.num_quoting += isinstance(lineage_of(req), QuoteLineage)
         super().finish(req)
 
