@@ -6,6 +6,9 @@ were cut at the same places. Such requests are a lineage. The name of a lineage 
 secret of the server, of these tokens, of the places, and of what keeps tenants apart. So no client
 can make a name. The name is put in front of the request's `extra_key`.
 
+A name says which text KV rests on, not which stored pages were in front of it when it was computed:
+pages come and go, so a lineage's page may follow one that was computed on others than it was.
+
 Pure: stdlib and numpy only.
 """
 
