@@ -29,6 +29,7 @@ from testkit.simulated.device import Cell, ConflictError, DeviceThreadError  # n
 from testkit.simulated.kernels import pool_cell  # noqa: E402
 from testkit.simulated.threaded import FollowedDeque, following_locks  # noqa: E402
 from tests.property.device.rough_device import RoughDevice, RoughLaunches  # noqa: E402
+from tests.property.drafts.late_world import LateWorld  # noqa: E402
 from tests.property.test_pairs_interleavings import PairsWorld  # noqa: E402
 from tests.property.worlds.queue_world import QueueWorld  # noqa: E402
 from tests.property.worlds.taint_world import PAGE, Request, World  # noqa: E402
@@ -235,6 +236,15 @@ class QueueOnDevice(CacheOnDevice, QueueWorld):
 
 class PairsOnDevice(CacheOnDevice, PairsWorld):
     """Keys of pairs of tokens; it has many methods because `PairsWorld` has."""
+
+
+class LateOnDevice(CacheOnDevice, LateWorld):
+    """Guesses heard of one step late; it has many methods because `LateWorld` has.
+
+    What the device has not done yet is a matter of its streams here.
+    """
+
+    may_lag = False
 
 
 def require_found(make: Callable[[int], CacheOnDevice], num_worlds: int = 20) -> None:

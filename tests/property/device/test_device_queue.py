@@ -1,8 +1,8 @@
-"""The world of a long queue, and that of pairs of tokens, with their real threads, on a device.
+"""The worlds of a long queue, of pairs and of late results, with real threads, on a device.
 
-As `test_queue_lookahead.py` and `test_pairs_interleavings.py`, on the simulated device, of which
-copies fail; no two accesses to a row, a buffer or a slot race. The long form has more rounds in
-more worlds, and all mistakes in the order that these worlds can meet.
+As `test_queue_lookahead.py`, `test_pairs_interleavings.py` and `test_late_results.py`, on the
+simulated device, of which copies fail; no two accesses to a row, a buffer or a slot race. The long
+form has more rounds in more worlds, and all mistakes in the order that these worlds can meet.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from tests.long_form import count
 from tests.property.device import mistakes
 from tests.property.device.cache_on_device import (
     CacheOnDevice,
+    LateOnDevice,
     PairsOnDevice,
     QueueOnDevice,
     require_found,
@@ -32,7 +33,7 @@ QUEUES: dict[str, dict[str, Any]] = {
     "cost": {"prefetch_policy": "cost", "policy": "auto", "disk_bytes": 256 << 10},
     "no-disk": {"with_disk": False},
 }
-FOUND_IN_BOTH = (
+FOUND_IN_ALL = (
     mistakes.forwards_not_awaited,
     mistakes.forward_stream_not_awaited,
     mistakes.copies_not_awaited,
@@ -55,6 +56,14 @@ def queue(name: str) -> Make:
 def pairs(folder: Path, patch: pytest.MonkeyPatch, seed: int) -> CacheOnDevice:
     """Requests with a draft; every other server has a disk."""
     return PairsOnDevice(folder, patch, seed, lossy=False, with_disk=not seed % 2, of_pairs=True)
+
+
+def late(folder: Path, patch: pytest.MonkeyPatch, seed: int) -> CacheOnDevice:
+    """Requests with a draft, of which each result is processed behind the next launch."""
+    return LateOnDevice(folder, patch, seed, with_disk=not seed % 2, of_pairs=True)
+
+
+MAKES: dict[str, Make] = {"queue": queue("write_through"), "pairs": pairs, "late": late}
 
 
 def run(world: CacheOnDevice, *shown: str) -> None:
@@ -93,10 +102,22 @@ def test_nothing_is_read_or_written_out_of_order_with_pairs(
     run(pairs(tmp_path, monkeypatch, seed), "loaded_pages", "saved_pages", "restored_pages")
 
 
+@pytest.mark.sampled("2")
+@pytest.mark.parametrize("seed", [2, 3])
+def test_nothing_is_read_or_written_out_of_order_behind_late_results(
+    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = ("loaded_pages", "saved_pages", "restored_pages")
+    happened = ("ends with wrong guesses in flight", "retracts in flight")
+    run(late(tmp_path, monkeypatch, seed), *shown, *happened)
+
+
 @mistakes.may_end_a_thread
 @pytest.mark.sampled("sent_before_it_was_restored-*", "forwards_not_awaited-*")
-@pytest.mark.parametrize("make", [queue("write_through"), pairs], ids=["queue", "pairs"])
-@pytest.mark.parametrize("mutate", FOUND_IN_BOTH)
+@pytest.mark.parametrize(
+    "make", [queue("write_through"), pairs, late], ids=["queue", "pairs", "late"]
+)
+@pytest.mark.parametrize("mutate", FOUND_IN_ALL)
 def test_a_mistake_in_the_order_is_found(
     mutate: Mutation, make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

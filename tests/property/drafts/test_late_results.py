@@ -1,0 +1,136 @@
+"""Guesses that are heard of one step late, in random interleavings: none is in a stored page.
+
+See `late_world`. What was put wrong on purpose has to be noticed: what runs for a request that ends
+taken for verified, the token behind the last committed row taken for one, rows saved that were
+given back, and a result taken before its forward was over.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.long_form import count
+from tests.property.drafts.late_world import LateRequest, LateWorld
+from tests.property.worlds.coverage import missing, run_until_all_seen, run_until_counted
+from tests.property.worlds.taint_world import PAGE, Request, Wrong
+
+from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # isort: skip
+
+from sglang_ext.device.transfers import Place, hashes_from_hex
+
+pytestmark = pytest.mark.usefixtures("scheduler_waits")
+
+ROUNDS = count(1, 8)  # and on until all is seen
+SEEDS = count(2, 6)
+KEYS = {"tokens": False, "pairs": True}
+STORED = ("saved_pages", "loaded_pages", "promoted_pages", "evicted_pages")
+HAPPENED = (
+    *("ends with wrong guesses in flight", "ends while the device is behind"),
+    *("retracts in flight", "abort"),
+)
+
+
+class _RunsOn(LateWorld):
+    """What was guessed for a request that ends counts as verified."""
+
+    def end(self, req: LateRequest) -> None:
+        launch = self.in_flight(req)
+        if launch is not None:
+            at = next(at for at, each in enumerate(launch.reqs) if each is req)
+            req.tokens, req.finished_len = launch.guessed[at], None
+            req.kv.kv_committed_len = len(req.tokens)
+        super().end(req)
+
+
+class _OneMore(LateWorld):
+    """The token behind the last committed row counts as committed."""
+
+    def end(self, req: LateRequest) -> None:
+        req.finished_len = None
+        req.kv.kv_committed_len += 1
+        super().end(req)
+
+
+class _SavesWhatIsGivenBack(LateWorld):
+    """The pages of a request that is retracted are saved, and not kept until they are."""
+
+    def retract(self, req: Request) -> None:
+        keys = self.keys(req.tokens[: req.kv.kv_committed_len])
+        rows, linker = self.rows_of(req, 0, len(keys) * PAGE), self.cache.hier_linker
+        super().retract(req)
+        if keys:
+            ancestors = hashes_from_hex([])
+            place = Place(self.space, 0, ancestors, np.zeros(len(keys), np.uint8))
+            with linker.placed(place):
+                linker.offload([PoolTransfer(name=PoolName.KV, device_indices=rows, keys=keys)])
+
+
+class _TooEarly(LateWorld):
+    """A result is processed at once, whatever the device has done of it."""
+
+    def await_result(self) -> None:
+        pass
+
+    def launch(self, *args: Any) -> None:
+        super().launch(*args)
+        while self.launched and not args[0].is_prompt:
+            self.process()
+
+    def process(self) -> None:
+        if self.launched:
+            super().process()
+
+
+MISTAKES = {
+    "runs-on": _RunsOn,
+    "one-more": _OneMore,
+    "given-back": _SavesWhatIsGivenBack,
+    "too-early": _TooEarly,
+}
+# A row of a draft knows the token behind it, so with keys of pairs one more has no page of its own.
+NOT_WITH_PAIRS = "one-more"
+CASES = [
+    (mistake, keys)
+    for mistake in MISTAKES
+    for keys in KEYS
+    if (mistake, keys) != (NOT_WITH_PAIRS, "pairs")
+]
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("keys", KEYS)
+def test_no_guess_that_was_not_heard_of_is_in_a_stored_page(
+    keys: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = LateWorld(tmp_path, monkeypatch, seed, of_pairs=KEYS[keys])
+
+    def one_round() -> None:
+        for _ in range(500):
+            world.step()
+        world.drain()
+
+    def unseen() -> list[str]:
+        return missing({**world.store.stats(), **world.counts}, (*STORED, *HAPPENED))
+
+    try:
+        run_until_all_seen(one_round, unseen, num_rounds=ROUNDS)
+        print(world.num_rejected, world.counts, world.store.stats())
+    finally:
+        world.close()
+    assert world.num_rejected > 100
+
+
+@pytest.mark.parametrize(("mistake", "keys"), CASES, ids=["-".join(case) for case in CASES])
+def test_a_mistake_is_noticed(
+    mistake: str, keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world = MISTAKES[mistake](tmp_path, monkeypatch, 0, of_pairs=KEYS[keys])
+    try:
+        with pytest.raises(Wrong):
+            run_until_counted(world, ("saved_pages",), num_rounds=10)
+    finally:
+        world.close()
