@@ -11,6 +11,7 @@ Pure: no SGLang.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from sglang_ext.identity.media import images_of
@@ -24,6 +25,7 @@ _OF_CLIENT = RESERVED + "client:"
 _OF_ADAPTER = RESERVED + "adapter:"
 _ALONE = RESERVED + "alone:"
 _ATTRIBUTE = "_hier_kv_tenant"
+_numbers_alone = count()
 
 
 @dataclass(frozen=True)
@@ -128,5 +130,8 @@ def is_alone(req: Any) -> bool:
 
 
 def keep_alone(req: Any) -> None:
-    """Gives a request a part of the tree of its own: nothing there is shared with any other."""
-    req.extra_key = f"{_ALONE}{req.rid}"
+    """Gives a request a part of the tree of its own: nothing there is shared with any other.
+
+    Not with an earlier one of the same id either, whose pages may be in the tree still.
+    """
+    req.extra_key = f"{_ALONE}{next(_numbers_alone)}:{req.rid}"

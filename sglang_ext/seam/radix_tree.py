@@ -173,13 +173,14 @@ class RadixTree:
         if not self.shows_nodes:
             end = len(core.collect_full_device_indices(node_id, self._cache.root_node_handle()))
             return end - num_tokens, _NO_HASHES
-        keys: list[str] = []
+        above: list[Sequence[str]] = []
         node = core.node_by_id(node_id).parent
         position = 0
         while node is not None and node.parent is not None:
             position += len(node.key)
-            keys = list(node.hash_value or ()) + keys
+            above.append(node.hash_value or ())
             node = node.parent
+        keys = [key for hashes in reversed(above) for key in hashes]
         return position, hashes_from_hex(keys) if keys else _NO_HASHES
 
     def is_being_saved(self, node_id: Any, page: int) -> bool:

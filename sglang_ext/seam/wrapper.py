@@ -165,7 +165,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         self.hit_markers.pop(req.rid, None)  # a stale one would load pages of an older match
         space = self.cache.space_of(req)
         device_len = result.device_prefix_len
-        if space is None or device_len >= len(key):
+        if space is None or device_len >= len(key) or self._loads_for_another(req):
             self._note_nothing_to_load(req, device_len)
             return result
         tail_hashes = self._tail_hashes(key, result, device_len)
@@ -185,6 +185,14 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
             host_hit_length=num_pages * self.cache.page_size,
             **self._window_hit(result, num_pages),
         )
+
+    def _loads_for_another(self, req: Any) -> bool:
+        """Whether the batch that is being built loads for another request of the same id.
+
+        Front processes do not know each other's ids, so with several of them two requests may have
+        one. A load and its rows go by that id: the later request would have the earlier one's.
+        """
+        return req.rid in self.inflight_load_rids
 
     def _note_nothing_to_load(self, req: Any, device_len: int) -> None:
         """What an earlier match would have left in DRAM is not left by this one."""

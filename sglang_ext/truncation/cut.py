@@ -231,12 +231,18 @@ class CutRule:
         upper = max(target, start + int((1 + ratio) / 2 * window))
         lower = (start + target) // 2
         for places in (messages.turns, messages.all):
-            near = places[(places > lower) & (places <= upper)]
+            near = _between(places, lower, upper)
             if near.size:
                 return int(near[np.argmin(np.abs(near - target))])
         # One message fills all that. The cut comes before it: if it is the last it may fit.
-        before = messages.all[(messages.all > start) & (messages.all <= lower)]
+        before = _between(messages.all, start, lower)
         if before.size:
             return int(before[-1])
         aligned = head + -(-(target - head) // self.align) * self.align
         return aligned if aligned <= upper else target
+
+
+def _between(places: I64, above: int, most: int) -> I64:
+    """Those of some ascending places that are above one and at most another."""
+    first, end = np.searchsorted(places, (above, most), side="right")
+    return places[first:end]

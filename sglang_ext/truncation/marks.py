@@ -46,8 +46,10 @@ class MessageMarks:
         A mark that is not whole, at the end, does not count.
         """
         ids = np.asarray(tokens, np.int64)
-        turns = _places(ids, self.turn)
-        return Messages(np.union1d(turns, _places(ids, self.other)), turns)
+        are_turns = _begin(ids, self.turn)
+        return Messages(
+            np.flatnonzero(are_turns | _begin(ids, self.other)), np.flatnonzero(are_turns)
+        )
 
 
 def marks_of_tokenizer(tokenizer: Any) -> MessageMarks:
@@ -121,12 +123,13 @@ def _shared(first: Sequence[object], second: Sequence[object]) -> int:
     return next((at for at, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
-def _places(ids: I64, marks: Sequence[Mark]) -> I64:
-    found = [np.empty(0, np.int64)]
+def _begin(ids: I64, marks: Sequence[Mark]) -> npt.NDArray[np.bool_]:
+    """At which tokens one of the marks begins."""
+    found = np.zeros(ids.size, np.bool_)
     for mark in marks:
         whole = max(0, ids.size - len(mark) + 1)
-        at = np.flatnonzero(ids[:whole] == mark[0])
+        begins = ids[:whole] == mark[0]
         for offset, token in enumerate(mark[1:], start=1):
-            at = at[ids[at + offset] == token]
-        found.append(at.astype(np.int64))
-    return np.unique(np.concatenate(found))
+            begins &= ids[offset : offset + whole] == token
+        found[:whole] |= begins
+    return found

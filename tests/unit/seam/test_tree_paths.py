@@ -93,3 +93,14 @@ def test_what_lies_behind_a_page_without_a_name_has_no_state(hashes: list[str] |
     nodes[2].hash_value = hashes
     found = tree_of(nodes, 6 * PAGE).state_path("key")
     assert [(each.node_id, each.end) for each in found] == [(1, 2)]
+
+
+def test_pages_before_a_node_are_those_of_all_above_it_from_the_root_on() -> None:
+    nodes = path((2, None), (1, None), (3, None), (1, None))
+    names = iter(range(1, 8))
+    for each in nodes[1:]:
+        each.hash_value = [f"{next(names):064x}" for _ in each.hash_value]
+    position, hashes = tree_of(nodes, 7 * PAGE).path_before(nodes[-1].id, PAGE)
+    assert position == 6 * PAGE
+    assert hashes[:, -1].tolist() == [1, 2, 3, 4, 5, 6]
+    assert tree_of(nodes, 7 * PAGE).path_before(nodes[1].id, 2 * PAGE)[0] == 0
