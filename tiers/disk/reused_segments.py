@@ -13,6 +13,7 @@ The owner says which records are pages. The others may be anything: their places
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
@@ -141,7 +142,7 @@ class ReusedSegment(ActiveSegment):
         2 to 4 % less: what it passed over stayed empty.)
         """
         gaps, places = self._gaps.copy(), list[int]()
-        for num_blocks in blocks[: self._max_records()]:
+        for num_blocks in blocks[: self._max_records(len(blocks))]:
             rest = gaps[:, 1] - gaps[:, 0] - num_blocks
             fits = np.flatnonzero(rest >= 0)
             if not len(fits):
@@ -151,17 +152,17 @@ class ReusedSegment(ActiveSegment):
             gaps[first, 0] += num_blocks
         return places, gaps
 
-    def _max_records(self) -> int:
-        """How many records more the footer has room for, each with a hole behind it."""
+    def _max_records(self, wanted: int) -> int:
+        """How many of so many records the footer has room for, each with a hole behind it."""
         if not self.segment.packed:
-            return MAX_SLOTS  # a slot has its entry, whether a record lies in it or not
+            return wanted  # a slot has its entry, whether a record lies in it or not
         num = len(self._entries) + len(self._gaps)
-        low = 0
-        while num + 2 * (low + 1) <= MAX_SLOTS and (
-            footer_bytes_bound(num + 2 * (low + 1)) <= self._footer_bytes
-        ):
-            low += 1
-        return low
+
+        def is_over(more: int) -> bool:
+            entries = num + 2 * more
+            return entries > MAX_SLOTS or footer_bytes_bound(entries) > self._footer_bytes
+
+        return bisect.bisect_left(range(1, wanted + 1), True, key=is_over)
 
     def _find_places(self, blocks: Sequence[int]) -> list[int]:
         return self._places(blocks)[0]
