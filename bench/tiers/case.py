@@ -1,4 +1,6 @@
-"""The case `tiers`: copies with rotation against memcpy, the disk tier against raw I/O, the index.
+"""The case `tiers`: copies with rotation against memcpy, the disk against raw I/O, the index.
+
+The disk is measured empty and full.
 
 All figures are of one core for the copies, and of the disk tier's own number of threads for the
 disk. Runs of the things compared alternate, and medians are compared.
@@ -16,6 +18,7 @@ from bench.core.speed import MEMCPY_BYTES
 from bench.core.stats import median, median_interval
 from bench.tiers.copy import SHAPES, measure_copies
 from bench.tiers.disk import HELPER_THREADS, SLOT_SIZES, measure_disk
+from bench.tiers.full_disk import measure_full_disk
 from bench.tiers.index import measure_index
 
 _HEADLINE_SHAPE = "16x8x64 eager"
@@ -25,7 +28,7 @@ _LOOKUPS_TARGET, _BYTES_TARGET = 1e6, 132.0
 
 
 def run(options: Options) -> Report:
-    """Measures all three parts.
+    """Measures all parts.
 
     Raises:
         CaseFailedError: a byte came back wrong.
@@ -36,9 +39,11 @@ def run(options: Options) -> Report:
     copies = measure_copies(repeats, progress)
     progress.stage("tiers: disk")
     disk = measure_disk(repeats, (256 << 20) if options.quick else (1 << 30), progress)
+    full = measure_full_disk(3 if options.quick else 7, 256 << 20, progress)
     progress.stage("tiers: index from 1e4 to 1e7 pages (about a minute)")
     index = measure_index(quick=options.quick)
     report = _report(copies, disk, index, repeats)
+    _add_full_disk(report, full)
     _plot(report, options)
     return report
 
@@ -84,6 +89,24 @@ def _report(
         ),
     ]
     return Report(results, samples, {"copies": repeats, "disk": repeats}, tables, notes)
+
+
+def _add_full_disk(report: Report, full: dict[str, Any]) -> None:
+    """Adds the figures of a disk that is full."""
+    table = Table(
+        "a full disk, pages of 260 KiB given up at random; packed: half as long to as long",
+        ("layout", "full GB/s", "of fresh", "held of its size", "written per byte"),
+    )
+    report.samples["full_disk"] = full
+    report.results["full_disk"] = {}
+    for layout, values in full.items():
+        ratios = [a / b for a, b in zip(values["full"], values["fresh"], strict=True)]
+        found = {name: median(each) for name, each in values.items()} | {"of_fresh": median(ratios)}
+        report.results["full_disk"][layout] = found
+        table.rows.append(
+            (layout, *(found[name] for name in ("full", "of_fresh", "held", "amplification")))
+        )
+    report.tables.append(table)
 
 
 def _ratios(copies: dict[str, Any], by_slot: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -95,10 +95,8 @@ class SegmentReclaimer:
             others = catalog.sealed_of_others(namespace.digest)
             unfit = [
                 each
-                for each in catalog.segments(namespace.digest)
-                if each.sealed
-                and not namespace.can_reuse(each)
-                and each.segment_id not in self.fresh
+                for each in catalog.sealed_unfit(namespace)
+                if each.segment_id not in self.fresh
             ]
             idle = [
                 segment

@@ -13,9 +13,13 @@ The owner says which records are pages. The others may be anything: their places
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.tiers.base import BLOCK_BYTES, PageKeeper, RecoveredPages
 from sglang_ext.tiers.disk.disk_context import DiskContext
@@ -32,13 +36,15 @@ from sglang_ext.tiers.disk.segments.layout import (
     reopened_file_bytes,
 )
 from sglang_ext.tiers.disk.segments.recovery import read_footer
+from sglang_ext.tiers.disk.segments.thinned import ThinnedSegments
 from sglang_ext.tiers.records.record import RecordMeta
 
-# A segment is opened again only if its free blocks are this many times those of its footer.
-_WORTH_FOOTERS = 8
 _GIVE_UP_SHARE = 8  # of a segment, at least one in so many is given up at once
+_MAX_FAILED = 2  # segments that could not be opened, until no more is given up
 _MAX_ROUNDS = 16  # of giving up, until a segment is worth opening
 
+Gaps = npt.NDArray[np.int64]
+"""First blocks and ends of free runs, `[N, 2]`, ascending."""
 _Entry = tuple[bytes, bytes, int, int]  # page hash, adapter, quality, blocks
 
 
@@ -57,7 +63,6 @@ class ReusedSegment(ActiveSegment):
         self._entries = kept
         self._footer_bytes = footer_bytes
         self._gaps = _gaps(kept, segment.end_block)
-        self._gap, self._at = 0, self._gaps[0][0] if self._gaps else segment.end_block
         self.room_blocks = self.free_blocks
 
     @classmethod
@@ -118,10 +123,7 @@ class ReusedSegment(ActiveSegment):
     @property
     def free_blocks(self) -> int:
         """Blocks not yet written that records may take."""
-        if self._gap >= len(self._gaps):
-            return 0
-        rest = sum(end - start for start, end in self._gaps[self._gap + 1 :])
-        return rest + self._gaps[self._gap][1] - self._at
+        return int((self._gaps[:, 1] - self._gaps[:, 0]).sum())
 
     @property
     def may_be_split(self) -> bool:
@@ -132,32 +134,35 @@ class ReusedSegment(ActiveSegment):
         """Returns how many of the next records, of these lengths, find places."""
         return len(self._places(blocks)[0])
 
-    def _places(self, blocks: Sequence[int]) -> tuple[list[int], tuple[int, int]]:
-        """First blocks of the leading records that fit, and where the next one is looked for."""
-        gap, at = self._gap, self._at
-        places: list[int] = []
-        most = self._max_records()
-        for num_blocks in blocks[:most]:
-            while gap < len(self._gaps) and at + num_blocks > self._gaps[gap][1]:
-                gap += 1
-                at = self._gaps[gap][0] if gap < len(self._gaps) else at
-            if gap == len(self._gaps):
-                break
-            places.append(at)
-            at += num_blocks
-        return places, (gap, at)
+    def _places(self, blocks: Sequence[int]) -> tuple[list[int], Gaps]:
+        """First blocks of the leading records that fit, and the gaps that are left.
 
-    def _max_records(self) -> int:
-        """How many records more the footer has room for, each with a hole behind it."""
+        Each takes the shortest gap that is long enough. What is left of a gap, and what is too
+        short for one record, is there for the next. (The first gap behind the last record held
+        2 to 4 % less: what it passed over stayed empty.)
+        """
+        gaps, places = self._gaps.copy(), list[int]()
+        for num_blocks in blocks[: self._max_records(len(blocks))]:
+            rest = gaps[:, 1] - gaps[:, 0] - num_blocks
+            fits = np.flatnonzero(rest >= 0)
+            if not len(fits):
+                break
+            first = int(fits[np.argmin(rest[fits])])
+            places.append(int(gaps[first, 0]))
+            gaps[first, 0] += num_blocks
+        return places, gaps
+
+    def _max_records(self, wanted: int) -> int:
+        """How many of so many records the footer has room for, each with a hole behind it."""
         if not self.segment.packed:
-            return MAX_SLOTS  # a slot has its entry, whether a record lies in it or not
+            return wanted  # a slot has its entry, whether a record lies in it or not
         num = len(self._entries) + len(self._gaps)
-        low = 0
-        while num + 2 * (low + 1) <= MAX_SLOTS and (
-            footer_bytes_bound(num + 2 * (low + 1)) <= self._footer_bytes
-        ):
-            low += 1
-        return low
+
+        def is_over(more: int) -> bool:
+            entries = num + 2 * more
+            return entries > MAX_SLOTS or footer_bytes_bound(entries) > self._footer_bytes
+
+        return bisect.bisect_left(range(1, wanted + 1), True, key=is_over)
 
     def _find_places(self, blocks: Sequence[int]) -> list[int]:
         return self._places(blocks)[0]
@@ -165,7 +170,7 @@ class ReusedSegment(ActiveSegment):
     def _note(
         self, metas: Sequence[RecordMeta], places: Sequence[int], blocks: Sequence[int]
     ) -> None:
-        _, (self._gap, self._at) = self._places(blocks)
+        _, self._gaps = self._places(blocks)
         for meta, place, num_blocks in zip(metas, places, blocks, strict=True):
             self._entries[place] = (meta.page_hash, meta.lora, meta.quality, num_blocks)
 
@@ -186,7 +191,7 @@ class Reuser:
 
     def __init__(self, context: DiskContext) -> None:
         self._context = context
-        self._live_blocks: dict[int, int] = {}  # of segments that lost pages
+        self._thinned = ThinnedSegments(context.catalog)
 
     def open(
         self,
@@ -208,46 +213,29 @@ class Reuser:
         """
         segment_blocks = namespace.num_slots * namespace.slot_bytes // BLOCK_BYTES
         step = max(min(sum(blocks), segment_blocks), segment_blocks // _GIVE_UP_SHARE, 1)
+
+        def num_fresh(segment_id: int) -> int:
+            return sum(fresh.get(segment_id, {}).values())
+
+        num_failed = 0
         for _ in range(_MAX_ROUNDS):
-            self._live_blocks.update(keeper.take_thinned())
-            while (segment := self._emptiest(namespace, blocks[0], fresh)) is not None:
-                del self._live_blocks[segment.segment_id]
+            self._thinned.note(keeper.take_thinned())
+            while (segment := self._thinned.take(namespace, blocks[0], num_fresh)) is not None:
                 try:
                     opened = ReusedSegment.open(
                         self._context, segment, keeper, fresh.get(segment.segment_id, {}), blocks[0]
                     )
                 except (OSError, FutureVersionError, LockedFooterError):
                     self._context.counters.error("io_read")
+                    num_failed += 1
                     continue
                 if opened is not None:
                     self._context.counters.add("segments_reused")
                     return opened
-            if not keeper.give_up(step):
+            # A disk that fails is no fuller for it: pages given up would not mend that.
+            if num_failed > _MAX_FAILED or not keeper.give_up(step):
                 return None
         return None
-
-    def _emptiest(
-        self, namespace: Namespace, first_blocks: int, fresh: Mapping[int, Mapping[int, int]]
-    ) -> Segment | None:
-        best, most = None, 0
-        for segment_id, live in list(self._live_blocks.items()):
-            segment = namespace.segments.get(segment_id)
-            if segment is None:
-                if not self._context.catalog.has_segment(segment_id):
-                    del self._live_blocks[segment_id]
-                continue
-            if not (segment.sealed and namespace.can_reuse(segment)):
-                continue
-            free = segment.end_block - 1 - live - sum(fresh.get(segment_id, {}).values())
-            if free > most and free >= max(first_blocks, _worth_blocks(segment)):
-                best, most = segment, free
-        return best
-
-
-def _worth_blocks(segment: Segment) -> int:
-    num_records = (segment.end_block - 1) * BLOCK_BYTES // segment.slot_bytes
-    footer_blocks = footer_bytes_bound(num_records) // BLOCK_BYTES
-    return min(_WORTH_FOOTERS * footer_blocks, segment.end_block - 1)
 
 
 def _entries(pages: RecoveredPages, lengths: Mapping[int, int]) -> dict[int, _Entry] | None:
@@ -262,14 +250,9 @@ def _entries(pages: RecoveredPages, lengths: Mapping[int, int]) -> dict[int, _En
     return kept
 
 
-def _gaps(kept: dict[int, _Entry], end_block: int) -> list[tuple[int, int]]:
-    """Runs of blocks in [1, end_block) that no kept record covers."""
-    gaps: list[tuple[int, int]] = []
-    at = 1
-    for block in sorted(kept):
-        if block > at:
-            gaps.append((at, block))
-        at = block + kept[block][3]
-    if end_block > at:
-        gaps.append((at, end_block))
-    return gaps
+def _gaps(kept: dict[int, _Entry], end_block: int) -> Gaps:
+    """Runs of blocks in [1, end_block) that no kept record covers: first ones and ends."""
+    starts = np.array(sorted(kept), np.int64)
+    ends = starts + np.array([kept[start][3] for start in starts.tolist()], np.int64)
+    gaps = np.stack([np.r_[1, ends], np.r_[starts, end_block]], axis=1)
+    return gaps[gaps[:, 0] < gaps[:, 1]]

@@ -339,9 +339,8 @@ class DiskTier(Tier):
 
     def _note_recovered(self, namespace: Namespace, segment: Segment, result: Recovered) -> None:
         if result.state in _READABLE:
-            segment.slot_bytes = namespace.slot_bytes
+            self._catalog.set_format(segment, namespace.slot_bytes, result.packed)
             self._catalog.mark_sealed(segment, result.file_bytes)
-            segment.packed = result.packed
             segment.end_block = result.end_block
 
     def _keep_ages(self) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import itertools
+import os
 import shutil
 from pathlib import Path
 
@@ -16,8 +18,8 @@ from sglang_ext.tiers.disk.reused_segments import ReusedSegment
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.disk.segments.layout import segment_file_bytes
 from sglang_ext.tiers.records.record import VerifyResult
+from testkit.page_books import PageBooks
 from tests.tiers.conftest import OpenTier
-from tests.tiers.page_books import PageBooks
 from tests.tiers.protection_cases import KEY, seals
 from tests.tiers.tier_pages import (
     NAMESPACE,
@@ -63,7 +65,9 @@ class World:
                 num_blocks=num_blocks,
             )  # fmt: skip
             assert result is VerifyResult.OK
-        used = sum(file.stat().st_size for file in self.tier._config.path.rglob("*.hkv"))
+        # Of a segment that was opened again the end is a hole: its length is no matter.
+        files = [file.stat() for file in self.tier._config.path.rglob("*.hkv")]
+        used = sum(min(file.st_size, file.st_blocks * 512) for file in files)
         assert used <= MAX_BYTES + 4096 * len(self.tier._writer.actives)
         assert self.tier.stats().used_bytes <= MAX_BYTES
 
@@ -336,10 +340,39 @@ def test_what_a_call_wrote_does_not_go_to_make_room_for_the_rest_of_it(
     world.check()
 
 
+class _Unreadable(FileIO):
+    """A disk that does not open what it has, while it is told not to."""
+
+    refuses = False
+
+    def open(self, path: Path, flags: int) -> int:
+        if self.refuses and not flags & os.O_CREAT:
+            raise OSError(errno.EIO, "injected")
+        return super().open(path, flags)
+
+
+def test_a_disk_that_fails_costs_few_good_pages(open_tier: OpenTier) -> None:
+    """Pages that are given up for a segment that cannot be opened are lost for nothing."""
+    io = _Unreadable()
+    world = World(open_tier, False, io=io)
+    while not world.tier.stats().segments_reused:
+        assert None not in world.write(range(len(world.numbers), len(world.numbers) + 1))
+    before = len(world.books.pages)
+    writer = world.tier._writer
+    io.refuses = True
+    namespace = world.tier._catalog.namespace(NAMESPACE)
+    assert namespace is not None
+    assert writer._reuser.open(namespace, world.books, [8], {}) is None
+    assert before - len(world.books.pages) <= 3 * (namespace.num_slots // 8 + 1)
+    assert world.tier.stats().errors["io_read"] > 2
+    io.refuses = False
+    assert writer._reuser.open(namespace, world.books, [8], {}) is not None
+
+
 def test_salvage_moves_no_more_than_fits_the_places_of_a_reused_segment(
     open_tier: OpenTier,
 ) -> None:
-    """A short place and a long one take a short record and a long one, but not in any order."""
+    """Two places take three records in the order of their heat, but not in that of their places."""
     world = World(open_tier, True)
     world.write(range(300))
     writer, context = world.tier._writer, world.tier._context
@@ -348,24 +381,29 @@ def test_salvage_moves_no_more_than_fits_the_places_of_a_reused_segment(
     for place, (page_hash, num_blocks) in sorted(world.books.pages.items()):
         lying.setdefault(place.segment, []).append((place, page_hash, num_blocks))
     reused, *victims = lying
-    long = next(each for each in reversed(lying[reused]) if each[2] >= 5)
-    short = next(each for each in lying[reused] if each[2] <= 2)
-    assert short[0].block + short[2] < long[0].block
-    world.books._forget([short[0], long[0]])
-    segments = {each.segment_id: each for each in context.catalog.segments()}
-    opened = ReusedSegment.open(context, segments[reused], world.books, {}, short[2])
-    assert opened is not None
-    writer.actives[NAMESPACE] = opened
-    victim, first, second = next(
-        (victim, first, second)
+    lengths = {num_blocks: place for place, _, num_blocks in reversed(lying[reused])}
+
+    # Places for `long` and for `long + short`; of three records the short one lies first.
+    def lie_so(a: int, b: int, c: int) -> bool:
+        return a < b == c and b in lengths and a + b in lengths
+
+    victim, first, second, third = next(
+        (victim, *three)
         for victim in victims
-        for at, first in enumerate(lying[victim])
-        for second in lying[victim][at + 1 :]
-        if (first[2], second[2]) == (long[2], short[2])
+        for three in itertools.combinations(lying[victim], 3)
+        if lie_so(*(each[2] for each in three))
     )
-    heat = {second[1]: 2, first[1]: 1}
+    places = [lengths[second[2]], lengths[first[2] + second[2]]]
+    world.books._forget(places)
+    segments = {each.segment_id: each for each in context.catalog.segments()}
+    opened = ReusedSegment.open(context, segments[reused], world.books, {}, first[2])
+    assert opened is not None
+    assert len(opened._gaps) == 2
+    writer.actives[NAMESPACE] = opened
+    assert opened.count_fitting([second[2], third[2], first[2]]) == 3
+    heat = {second[1]: 2, third[1]: 2, first[1]: 1}
     world.tier.is_hot = lambda digest, hashes: np.array(
         [heat.get(row.tobytes(), 0) for row in hashes], np.uint8
     )
     writer.reclaimer.reclaim(segments[victim])
-    assert world.tier.stats().records_salvaged == 1
+    assert world.tier.stats().records_salvaged == 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +50,7 @@ class Namespace:
         num_slots: slots that a new segment has room for; 0 until opened.
         packed: whether new segments are.
         segments: by id.
+        num_by_format: segments by bytes of a slot and whether they are packed; guarded like them.
     """
 
     digest: bytes
@@ -57,6 +59,7 @@ class Namespace:
     num_slots: int = 0
     packed: bool = False
     segments: dict[int, Segment] = field(default_factory=dict)
+    num_by_format: Counter[tuple[int, bool]] = field(default_factory=Counter)
 
     @property
     def is_open(self) -> bool:
@@ -101,13 +104,17 @@ class Catalog:
     def add(self, segment: Segment) -> None:
         """Adds a segment of a known namespace and counts its bytes."""
         with self._lock:
-            self._namespaces[segment.namespace].segments[segment.segment_id] = segment
+            namespace = self._namespaces[segment.namespace]
+            namespace.segments[segment.segment_id] = segment
+            namespace.num_by_format[segment.slot_bytes, segment.packed] += 1
             self._used_bytes += segment.file_bytes
 
     def remove(self, segment: Segment) -> None:
         """Removes a segment: reads of it are misses from now on."""
         with self._lock:
-            del self._namespaces[segment.namespace].segments[segment.segment_id]
+            namespace = self._namespaces[segment.namespace]
+            del namespace.segments[segment.segment_id]
+            namespace.num_by_format[segment.slot_bytes, segment.packed] -= 1
             self._used_bytes -= segment.file_bytes
 
     def keep_counting(self, num_bytes: int) -> None:
@@ -129,6 +136,21 @@ class Catalog:
         """Returns the sealed segments of every namespace, least recently used first."""
         sealed = [segment for segment in self.segments() if segment.sealed]
         return sorted(sealed, key=lambda segment: (segment.last_used, segment.segment_id))
+
+    def sealed_unfit(self, namespace: Namespace) -> list[Segment]:
+        """Returns the namespace's sealed segments to which nothing is written any more.
+
+        Where there are none, which is nearly always, it takes no time by how many there are.
+        """
+        with self._lock:
+            own = namespace.num_by_format[namespace.slot_bytes, namespace.packed]
+            if own == len(namespace.segments):
+                return []
+            return [
+                segment
+                for segment in namespace.segments.values()
+                if segment.sealed and not namespace.can_reuse(segment)
+            ]
 
     def sealed_of_others(self, digest: bytes) -> list[Segment]:
         """Returns the sealed segments of all namespaces but one."""
@@ -158,6 +180,14 @@ class Catalog:
             segment.end_block = end_block
             segment.last_used = self._now()
 
+    def set_format(self, segment: Segment, slot_bytes: int, packed: bool) -> None:
+        """Notes how the records of a segment lie, which is known once it was read."""
+        with self._lock:
+            num_by_format = self._namespaces[segment.namespace].num_by_format
+            num_by_format[segment.slot_bytes, segment.packed] -= 1
+            segment.slot_bytes, segment.packed = slot_bytes, packed
+            num_by_format[slot_bytes, packed] += 1
+
     def mark_sealed(self, segment: Segment, file_bytes: int) -> None:
         """Notes that a segment is sealed and how long its file is now."""
         with self._lock:
@@ -172,10 +202,13 @@ class Catalog:
             segment.file_bytes = most_bytes
             segment.sealed = False
 
-    def has_segment(self, segment_id: int) -> bool:
-        """Whether there is a segment of this id, of any namespace."""
+    def segment(self, segment_id: int) -> Segment | None:
+        """Returns the segment of this id, of any namespace."""
         with self._lock:
-            return any(segment_id in each.segments for each in self._namespaces.values())
+            for each in self._namespaces.values():
+                if segment_id in each.segments:
+                    return each.segments[segment_id]
+        return None
 
     def now(self) -> int:
         """Returns a time for `Segment.last_used`, later than every one before."""
