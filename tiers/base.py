@@ -7,7 +7,7 @@ tensors. The index from page to location is its owner's.
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -174,6 +174,9 @@ class PageKeeper(Protocol):
         """Segments that lost pages since the last call, with the blocks of those left."""
 
 
+Enter = Callable[[RecoveredPages], object]
+
+
 class Tier(abc.ABC):
     """A place where records live. Reads may come from many threads, writes from one at a time.
 
@@ -190,8 +193,9 @@ class Tier(abc.ABC):
 
     @abc.abstractmethod
     def open_namespace(
-        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
-    ) -> RecoveredPages:
+        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False,
+        enter: Enter | None = None,
+    ) -> RecoveredPages:  # fmt: skip
         """Makes a namespace usable and returns the pages that already lie in it.
 
         Args:
@@ -200,6 +204,8 @@ class Tier(abc.ABC):
             label: what the namespace is, for people; plain msgpack types.
             packed: what is written from now on are records of any length in whole blocks, not
                 whole slots. What was written before is found in either case.
+            enter: called with these pages before anything else is written, so that no room is made
+                of them as of pages that nobody knows. May take the owner's own lock.
 
         Raises:
             TierConfigError: the namespace cannot be served as asked.

@@ -8,7 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.tiers.base import Location, ReadRequest, RecoveredPages, Tier, record_blocks
+from sglang_ext.tiers.base import (
+    Enter,
+    Location,
+    ReadRequest,
+    RecoveredPages,
+    Tier,
+    record_blocks,
+)
 from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.disk.segments.fileio import aligned_array
 from sglang_ext.tiers.errors import TierError
@@ -134,9 +141,10 @@ class PackedDisk(DiskTier):
     """A disk tier all of whose namespaces are packed."""
 
     def open_namespace(
-        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = True
-    ) -> RecoveredPages:
-        return super().open_namespace(digest, slot_bytes, label, packed=packed)
+        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = True,
+        enter: Enter | None = None,
+    ) -> RecoveredPages:  # fmt: skip
+        return super().open_namespace(digest, slot_bytes, label, packed=packed, enter=enter)
 
 
 def store(tier: Tier, numbers: Sequence[int], namespace: bytes = NAMESPACE) -> list[Location]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from sglang_ext.tiers.base import Location, PageKeeper, ReadRequest, RecoveredPages, Tier
+from sglang_ext.tiers.base import Enter, Location, PageKeeper, ReadRequest, RecoveredPages, Tier
 from sglang_ext.tiers.disk.counters import DiskStats
 from sglang_ext.tiers.disk.disk_context import usable_slot
 from sglang_ext.tiers.disk.tier import DiskTier
@@ -80,13 +80,13 @@ class CachedDiskTier(Tier):
         return self._disk.max_bytes
 
     def open_namespace(
-        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
-    ) -> RecoveredPages:
+        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False,
+        enter: Enter | None = None,
+    ) -> RecoveredPages:  # fmt: skip
         """See `Tier.open_namespace`."""
-        found = self._disk.open_namespace(digest, slot_bytes, label, packed=packed)
         with self._lock:
             self._slot_bytes[digest] = slot_bytes
-        return found
+        return self._disk.open_namespace(digest, slot_bytes, label, packed=packed, enter=enter)
 
     def write(self, digest: bytes, slots: Sequence[ByteArray]) -> list[Location | None]:
         """See `Tier.write`; what the disk took is kept in memory too."""

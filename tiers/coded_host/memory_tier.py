@@ -16,6 +16,7 @@ import numpy as np
 
 from sglang_ext.tiers.base import (
     BLOCK_BYTES,
+    Enter,
     Location,
     PageKeeper,
     ReadRequest,
@@ -107,21 +108,26 @@ class MemoryTier(Tier):
         return self._max_bytes
 
     def open_namespace(
-        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
-    ) -> RecoveredPages:
+        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False,
+        enter: Enter | None = None,
+    ) -> RecoveredPages:  # fmt: skip
         """See `Tier.open_namespace`."""
         check_namespace(digest, slot_bytes)
-        with self._write_lock, self._lock:
-            if self._is_closed:
-                raise TierConfigError("the memory tier is closed; open a new one")
-            self._namespaces[digest] = _Namespace(slot_bytes, packed)
-            found = [
-                (Location(each.segment_id, block), record)
-                for each in self._segments.values()
-                if each.namespace == digest
-                for block, record in each.records.items()
-            ]
-        return _table(found)
+        with self._write_lock:
+            with self._lock:
+                if self._is_closed:
+                    raise TierConfigError("the memory tier is closed; open a new one")
+                self._namespaces[digest] = _Namespace(slot_bytes, packed)
+                found = [
+                    (Location(each.segment_id, block), record)
+                    for each in self._segments.values()
+                    if each.namespace == digest
+                    for block, record in each.records.items()
+                ]
+            pages = _table(found)
+            if enter is not None:
+                enter(pages)
+        return pages
 
     def write(self, digest: bytes, slots: Sequence[ByteArray]) -> list[Location | None]:
         """See `Tier.write`. Copies; `slots` may change afterwards."""

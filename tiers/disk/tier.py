@@ -14,6 +14,7 @@ import numpy as np
 from sglang_ext.tiers.base import (
     BLOCK_BYTES,
     MAX_RECORD_BLOCKS,
+    Enter,
     Location,
     PageKeeper,
     ReadRequest,
@@ -143,8 +144,9 @@ class DiskTier(Tier):
         return self._config.max_bytes
 
     def open_namespace(
-        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False
-    ) -> RecoveredPages:
+        self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False,
+        enter: Enter | None = None,
+    ) -> RecoveredPages:  # fmt: skip
         """See `Tier.open_namespace`. Reads the footers of the namespace's segments."""
         check_namespace(digest, slot_bytes)
         if slot_bytes > MAX_RECORD_BLOCKS * BLOCK_BYTES:
@@ -169,7 +171,9 @@ class DiskTier(Tier):
                 self._recover(namespace, segment_id, path)
                 for segment_id, path in segment_files(folder)
             ]
-        pages = RecoveredPages.concatenate(parts)
+            pages = RecoveredPages.concatenate(parts)
+            if enter is not None:
+                enter(pages)
         self._context.counters.add("records_recovered", len(pages))
         return pages
 

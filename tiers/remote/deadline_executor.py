@@ -77,15 +77,19 @@ class DeadlineExecutor:
 
         Raises:
             RemoteTimeoutError: the deadline passed; the work is cancelled, and ends when it can.
-            RemoteUnavailableError: too many threads hang already.
+            RemoteUnavailableError: too many threads hang already, or none can be started.
             Exception: what the work raised.
         """
         if not self._free.acquire(blocking=False):
             raise RemoteUnavailableError("earlier calls hang in the operating system")
         errand: CancellableTask[T] = CancellableTask()
-        threading.Thread(
-            target=self._work, args=(errand, work), name=self._name, daemon=True
-        ).start()
+        try:
+            threading.Thread(
+                target=self._work, args=(errand, work), name=self._name, daemon=True
+            ).start()
+        except RuntimeError as error:  # the process or the machine has too many
+            self._free.release()
+            raise RemoteUnavailableError("the system starts no more threads") from error
         try:
             while True:
                 try:

@@ -249,13 +249,23 @@ class PageStore:
         """
         if not self._spaces.begin_opening(digest) or self._disk is None:
             return 0
+        total = 0
+
+        def enter(found: RecoveredPages) -> None:
+            nonlocal total
+            total = self._enter_found(digest, found)
+
         try:
-            found = self._disk.open_namespace(
-                digest, self.arena.slot_bytes, label, packed=self._packed
+            self._disk.open_namespace(
+                digest, self.arena.slot_bytes, label, packed=self._packed, enter=enter
             )
         except BaseException:
             self._spaces.not_opened(digest)
             raise
+        return total
+
+    def _enter_found(self, digest: bytes, found: RecoveredPages) -> int:
+        """Enters what a former run left of a namespace; returns how many pages found room."""
         total = 0
         # Sorting digests takes most of a start with a full disk; without adapters there is no need.
         adapters, which = found.lora[:1], np.zeros(len(found), np.intp)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import grp
+import logging
 import os
 import stat
 import subprocess
@@ -20,6 +22,7 @@ import pytest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore
+from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.tiers.remote.engines import file_reclaim
 from sglang_ext.tiers.remote.engines.file_engine import FileEngine
 from sglang_ext.tiers.remote.engines.file_reclaim import LOCK_NAME
@@ -264,6 +267,80 @@ def test_a_hole_takes_no_room(open_: Open, tmp_path: Path) -> None:
     assert len(_values(tmp_path)) == 20
     sparse_bytes = sparse.stat().st_blocks * 512
     assert store.usage() == (19 * PAGE_BYTES + sparse_bytes, 40 * PAGE_BYTES)
+
+
+@contextlib.contextmanager
+def _bound_by_permissions() -> Iterator[None]:
+    """Files' permissions hold for this thread, and for those that it starts, if root runs them."""
+    libc, header = ctypes.CDLL(None, use_errno=True), (ctypes.c_uint32 * 2)(0x20080522, 0)
+    before = (ctypes.c_uint32 * 6)()
+    assert libc.capget(header, before) == 0
+    fewer = type(before).from_buffer_copy(before)
+    fewer[0] &= ~0b0110  # of those in effect: CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH
+    assert libc.capset(header, fewer) == 0
+    try:
+        yield
+    finally:
+        assert libc.capset(header, before) == 0
+
+
+def _overfill(store: RemoteStore, folder: Path, mode: int) -> list[Path]:
+    """Stores more than fits, the oldest in folders of a mode; returns those folders."""
+    store.put(make_items(range(36)))
+    shut = [path.parent for path in _values(folder)[:8]]
+    for number, path in enumerate(_values(folder)):
+        at_s = time.time() - (7200 if number < 8 else 600)
+        os.utime(path, (at_s, at_s))
+    for each in shut:
+        each.chmod(mode)
+    store.put(make_items(range(36, 44)))
+    return shut
+
+
+def test_what_cannot_be_removed_counts_all_the_same(open_: Open, tmp_path: Path) -> None:
+    """Else a folder would grow by as much at each look."""
+    with _bound_by_permissions():
+        store = open_(f"size={40 * PAGE_BYTES}&free=1")
+        shut = _overfill(store, tmp_path, 0o500)
+        try:
+            assert _scans(_reclaimer(store))
+            assert all(list(each.iterdir()) for each in shut)
+            assert store.usage() == (PAGE_BYTES * len(_values(tmp_path)), 40 * PAGE_BYTES)
+        finally:
+            for each in shut:
+                each.chmod(0o700)
+
+
+def test_what_cannot_be_looked_at_is_passed_over(
+    open_: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """One folder that fails keeps nobody from removing what is in the others."""
+    with _bound_by_permissions(), caplog.at_level(logging.WARNING):
+        store = open_(f"size={32 * PAGE_BYTES}&free=1")
+        shut = _overfill(store, tmp_path, 0o400)
+        try:
+            for _ in range(3):
+                assert _scans(_reclaimer(store))
+        finally:
+            for each in shut:
+                each.chmod(0o700)
+    left = len(_values(tmp_path)) - len(shut)
+    assert 0 < left <= 32
+    assert store.usage() == (PAGE_BYTES * left, 32 * PAGE_BYTES)
+    assert sum("looked through" in record.message for record in caplog.records) == 1
+
+
+def test_a_system_out_of_threads_costs_the_calls_of_that_time_alone(open_: Open) -> None:
+    store = open_(breaker=BreakerConfig(max_failures=1000))
+    items = make_items(range(2))
+    store.put(items)
+    size = threading.stack_size(1 << 46)  # more than there are addresses
+    try:
+        for _ in range(40):
+            assert read(store, items) == [UNAVAILABLE] * 2
+    finally:
+        threading.stack_size(size)
+    assert read(store, items) == [OK] * 2
 
 
 def test_other_files_are_left_alone(open_: Open, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from tests.unit.store.store_rig import (
     NONE,
     OTHER,
     Make,
+    Rig,
     check_content,
     fill,
     on_disk_only,
@@ -804,3 +805,48 @@ def test_clearing_sorts_no_pages(make: Make, monkeypatch: pytest.MonkeyPatch) ->
     assert max(sorted_, default=0) <= 1, "more than the segment was sorted"
     monkeypatch.undo()
     rig.settle()
+
+
+def test_what_a_namespace_had_is_known_before_room_is_made_for_others(tmp_path: Path) -> None:
+    """Else it would be promised, and be gone: segments without a known page are the first to go."""
+    old, new = pages("old", 28), pages("new", 256)
+
+    def restart() -> Rig:
+        return Rig(tmp_path, slots=64, max_bytes=1 << 20, index=1024)
+
+    rig = restart()
+    rig.store.open_namespace(OTHER, {})
+    for first in range(0, len(old), 4):
+        rig.save(old[first : first + 4], space=rig.store.space(OTHER))
+        rig.settle()
+    rig.store.close()
+    rig = restart()
+    assert rig.disk is not None
+    disk, open_disk = rig.disk, rig.disk.open_namespace
+    step = iter(range(0, len(new), 4))
+
+    def save_until(is_so: Callable[[], bool]) -> None:
+        while not is_so() and (first := next(step, None)) is not None:
+            rig.save(new[first : first + 4])
+            rig.settle()
+
+    def open_slowly(*args: Any, **named: Any) -> RecoveredPages:
+        found = open_disk(*args, **named)
+        before = disk.stats()
+        save_until(
+            lambda: (
+                disk.stats().segments_dropped + disk.stats().segments_reused
+                > before.segments_dropped + before.segments_reused
+            )
+        )
+        return found
+
+    save_until(lambda: disk.stats().used_bytes > (1 << 20) - (256 << 10))  # hardly any is left
+    disk.open_namespace = open_slowly  # type: ignore[method-assign]
+    assert rig.store.open_namespace(OTHER, {})
+    index = rig.books.table.index
+    rows = index.lookup(old, rig.store.space(OTHER).number)
+    segments = set(index.segment[rows[rows >= 0]].tolist())
+    assert segments <= {each.segment_id for each in disk._catalog.segments()}
+    assert disk.stats().segments_dropped + disk.stats().segments_reused
+    rig.store.close()

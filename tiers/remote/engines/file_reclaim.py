@@ -59,7 +59,7 @@ class FolderReclaimer:
         self._closed = False  # guarded by _changed
         self._is_due = True  # guarded by _changed
         self._is_scanning = False  # guarded by _changed
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_errors = False
         self._counts_blocks = False  # whether the file system says what files take
         self.num_removed = 0
         self.num_scans = 0  # guarded by _changed
@@ -132,9 +132,7 @@ class FolderReclaimer:
                 used = self._scan()
                 passes_over = used is None
             except OSError as error:
-                logger.warning(
-                    "hier-kv: %s could not be looked through: %s", self._folders.root, error
-                )
+                self._warn(error)
             with self._changed:
                 if used is not None:
                     self._used_bytes = used
@@ -142,9 +140,19 @@ class FolderReclaimer:
                         self._new_bytes[tenant] -= num_bytes
                 self.num_scans += 1
                 self.num_passed_over += passes_over
-                wait_s = min(every_s, _SCAN_AGAIN_S) if passes_over else every_s
+                wait_s = min(every_s, _SCAN_AGAIN_S) if used is None else every_s
                 self._is_scanning = False
                 self._changed.notify_all()
+
+    def _warn(self, error: OSError) -> None:
+        """Says that something could not be looked at; once, as there is a look at every put."""
+        if not self._has_warned_of_errors:
+            self._has_warned_of_errors = True
+            logger.warning(
+                "hier-kv: not all of %s can be looked through, and what cannot is not removed: %s",
+                self._folders.root,
+                error,
+            )
 
     def _scan(self) -> list[int] | None:
         """Removes what must go.
@@ -183,8 +191,7 @@ class FolderReclaimer:
                 if age_s > _TEMP_AGE_S:
                     self._remove(found)
                 continue
-            if self._ttl_s and age_s > self._ttl_s:
-                self._remove(found)
+            if self._ttl_s and age_s > self._ttl_s and self._remove(found):
                 continue
             bucket = int(status.st_mtime) // _BUCKET_S
             ages[self._marks.tenant_of(status)][bucket] += self._bytes_of(status)
@@ -210,20 +217,26 @@ class FolderReclaimer:
                 continue
             if bucket == last[tenant] and used[tenant] <= left[tenant]:
                 continue
-            self._remove(found)
-            used[tenant] -= self._bytes_of(found.status)
+            if self._remove(found):
+                used[tenant] -= self._bytes_of(found.status)
 
     def _files(self) -> Iterator[Found]:
-        for found in self._folders.files():
+        for found in self._folders.files(self._warn):
             with self._changed:
                 if self._closed:
                     return
             yield found
 
-    def _remove(self, found: Found) -> None:
-        with contextlib.suppress(OSError):
+    def _remove(self, found: Found) -> bool:
+        """Removes a file; whether it is gone."""
+        try:
             os.unlink(found.name, dir_fd=found.folder)
-            self.num_removed += 1
+        except FileNotFoundError:  # somebody else did
+            return True
+        except OSError:
+            return False
+        self.num_removed += 1
+        return True
 
     def _take_lock(self, top: int) -> bool:
         with contextlib.suppress(OSError):

@@ -141,10 +141,18 @@ class ValueFolders:
         finally:
             os.close(folder)
 
-    def files(self) -> Iterator[Found]:
-        """Every file of this deployment, in no order."""
+    def files(self, on_error: Callable[[OSError], None] | None = None) -> Iterator[Found]:
+        """Every file of this deployment, in no order.
+
+        Args:
+            on_error: told why something below cannot be looked at, which is passed over then; None:
+                the error is raised.
+
+        Raises:
+            OSError: the folder of the values, or without `on_error` what is in it, cannot be read.
+        """
         with contextlib.suppress(*NOTHING_THERE), self.top() as top:
-            yield from _files(top, ())
+            yield from _files(top, (), on_error)
 
     def remove_empty(self, before_s: float, is_over: Callable[[], bool]) -> None:
         """Removes folders without a file that nothing happened in since a time; until it is over.
@@ -244,25 +252,44 @@ def read_at(fd: int, out: ByteArray, offset: int) -> int:
     return done
 
 
-def _files(folder: int, steps: tuple[str, ...]) -> Iterator[Found]:
+def _files(
+    folder: int, steps: tuple[str, ...], on_error: Callable[[OSError], None] | None
+) -> Iterator[Found]:
     with os.scandir(folder) as entries:
         for entry in entries:
-            name = entry.name
-            if len(steps) < len(_STEPS):
-                if not _STEPS[len(steps)].fullmatch(name):
-                    continue
-                try:
-                    below = os.open(name, _FOLDER_FLAGS, dir_fd=folder)
-                except OSError:  # removed meanwhile, or no folder
-                    continue
-                try:
-                    yield from _files(below, (*steps, name))
-                finally:
-                    os.close(below)
-                continue
-            is_temp = _TEMP.fullmatch(name) is not None
-            if is_temp or _VALUE.fullmatch(name):
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    if stat.S_ISREG(status.st_mode):
-                        yield Found(folder, name, status, is_temp, steps)
+            try:
+                if len(steps) < len(_STEPS):
+                    yield from _files_below(folder, (*steps, entry.name), on_error)
+                elif (found := _found(folder, steps, entry)) is not None:
+                    yield found
+            except OSError as error:
+                if on_error is None:
+                    raise
+                on_error(error)
+
+
+def _files_below(
+    folder: int, steps: tuple[str, ...], on_error: Callable[[OSError], None] | None
+) -> Iterator[Found]:
+    """The files in a folder's subfolder, the last of `steps`; none where it is not one of ours."""
+    if not _STEPS[len(steps) - 1].fullmatch(steps[-1]):
+        return
+    try:
+        below = os.open(steps[-1], _FOLDER_FLAGS, dir_fd=folder)
+    except OSError:  # removed meanwhile, or no folder
+        return
+    try:
+        yield from _files(below, steps, on_error)
+    finally:
+        os.close(below)
+
+
+def _found(folder: int, steps: tuple[str, ...], entry: os.DirEntry[str]) -> Found | None:
+    """A file of ours; None where it is something else, or was removed meanwhile."""
+    is_temp = _TEMP.fullmatch(entry.name) is not None
+    if is_temp or _VALUE.fullmatch(entry.name):
+        with contextlib.suppress(FileNotFoundError):
+            status = entry.stat(follow_symlinks=False)
+            if stat.S_ISREG(status.st_mode):
+                return Found(folder, entry.name, status, is_temp, steps)
+    return None
