@@ -163,7 +163,7 @@ class CachedDiskTier(Tier):
             slot_bytes = self._slot_bytes.get(digest, 0)
             if record is not None:
                 self._records.move_to_end(request.location)
-        if record is None or not usable_slot(request.out, slot_bytes, writable=True):
+        if record is None or not usable_slot(request.out, slot_bytes):
             return VerifyResult.MISSING
         request.out[: record.size] = record
         result = verify(request.out, request.page_hash, digest, request.lora)

@@ -194,7 +194,7 @@ class MemoryTier(Tier):
     def _write_one(self, digest: bytes, namespace: _Namespace, slot: ByteArray) -> Location | None:
         try:
             size = namespace.slot_bytes
-            if not usable_slot(slot, size, writable=True, packed=namespace.packed):
+            if not usable_slot(slot, size, packed=namespace.packed):
                 raise ValueError("not a slot of this namespace")
             meta, payload_bytes = parse_header(slot)
         except (RecordError, ValueError):
@@ -339,7 +339,7 @@ class MemoryTier(Tier):
                 record = segment.records.get(request.location[1])
                 self._touch(segment)
         size = namespace.slot_bytes if namespace is not None else 0
-        if record is not None and usable_slot(request.out, size, writable=True):
+        if record is not None and usable_slot(request.out, size):
             request.out[: record.size] = record
             result = verify(request.out, request.page_hash, digest, request.lora)
         if result is VerifyResult.OK and record is not None:

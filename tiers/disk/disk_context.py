@@ -165,15 +165,15 @@ class DiskContext:
         return self.direct and not all(is_aligned(array) for array in arrays)
 
 
-def usable_slot(slot: object, slot_bytes: int, *, writable: bool, packed: bool = False) -> bool:
+def usable_slot(slot: object, slot_bytes: int, *, packed: bool = False) -> bool:
     """Says whether `slot` is memory that the tier can move.
 
-    That is u8 [slot_bytes], contiguous; with `packed` also fewer whole blocks.
+    That is u8 [slot_bytes], contiguous and writable; with `packed` also fewer whole blocks.
     """
     return (
         is_plain(slot)
         and (slot.size == slot_bytes or (packed and _is_part(slot.size, slot_bytes)))
-        and (slot.flags.writeable or not writable)
+        and slot.flags.writeable
     )
 
 
