@@ -21,22 +21,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.property.worlds import taint_world
-from tests.property.worlds.taint_world import (
-    DIM,
-    EXACT_BIT,
-    HEADS,
-    IDENTITY,
-    PAGE,
-    Request,
-    TextScheduler,
-    World,
-    Wrong,
-)
-
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # isort: skip
-from sglang.srt.mem_cache.radix_cache import RadixKey  # isort: skip
-
 from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of
 from sglang_ext.provenance.request_state import state_of, wants_exact
 from sglang_ext.seam.page_hash import page_hasher
@@ -44,6 +28,17 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
 from sglang_ext.truncation.truncator import Truncator
+from tests.property.worlds import taint_world
+from tests.property.worlds.scheduled_world import PAGE, Request
+from tests.property.worlds.taint_world import (
+    DIM,
+    EXACT_BIT,
+    HEADS,
+    IDENTITY,
+    TextScheduler,
+    World,
+    Wrong,
+)
 
 CONTEXT = 80
 ROOM = 2
@@ -194,31 +189,7 @@ class TruncationWorld(World):
             self.num_cut += 1
             self.num_exact_cut += wants_exact(req)
         self.enqueue(req)
-        self.waiting.append(req)
         return req
-
-    def enqueue(self, req: Request) -> None:
-        """As `_prefetch_kvcache` does."""
-        self.match(req)
-        matched, limit = req.prefix_len + req.host_hit_length, len(req.tokens) - 1
-        self.cache.prefetch_from_storage(
-            req.cache_request_handle,
-            req.last_node,
-            array("q", req.tokens[matched:limit]),
-            matched_prefix_tokens=array("q", req.tokens[:matched]),
-            extra_key=req.extra_key,
-            cache_salt=req.cache_salt,
-        )
-
-    def match(self, req: Request) -> None:
-        key = RadixKey(
-            req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1,
-            cache_salt=req.cache_salt,
-        )  # fmt: skip
-        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
-        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
-        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
 
     # ---- the model ----
 
