@@ -21,16 +21,20 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of
-from sglang_ext.provenance.request_state import state_of, wants_exact
-from sglang_ext.seam.page_hash import page_hasher
-from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.tiers.records.quality import Quality
-from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
-from sglang_ext.truncation.truncator import Truncator
-from tests.property.worlds import taint_world
-from tests.property.worlds.scheduled_world import PAGE, Request
-from tests.property.worlds.taint_world import (
+from runtime_cpu import inprocess
+
+inprocess.prepare()
+
+from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of  # noqa: E402
+from sglang_ext.provenance.request_state import state_of, wants_exact  # noqa: E402
+from sglang_ext.seam.page_hash import page_hasher  # noqa: E402
+from sglang_ext.settings.config import HierKVConfig  # noqa: E402
+from sglang_ext.tiers.records.quality import Quality  # noqa: E402
+from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of  # noqa: E402
+from sglang_ext.truncation.truncator import Truncator  # noqa: E402
+from tests.property.worlds import taint_world  # noqa: E402
+from tests.property.worlds.scheduled_world import PAGE, Request  # noqa: E402
+from tests.property.worlds.taint_world import (  # noqa: E402
     DIM,
     EXACT_BIT,
     HEADS,
