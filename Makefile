@@ -53,16 +53,18 @@ help:
 
 dev: $(STAMP) $(PREBUILT)
 
-# SGLang comes without its dependencies, which are for GPUs; the extra `cpu` has what it needs here.
 # Without bytecode, which for all of it takes most of the time: what is imported gets its own then, what
-# servers import in `runtime_cpu.prebuild`. By a new pip: the one that comes with Python 3.11 takes two
-# minutes of a core to look through what the registry offers.
+# servers import in `runtime_cpu.prebuild`.
+INSTALL := $(PY) -m pip install --quiet --no-input --no-compile
+# SGLang comes without its dependencies, which are for GPUs; the extra `cpu` has what it needs here. By a
+# new pip: the one that comes with Python 3.11 takes two minutes of a core to look through what the
+# registry offers.
 $(STAMP): pyproject.toml runtime_cpu/constraints.txt runtime_cpu/system-packages.sh
 	bash runtime_cpu/system-packages.sh "$(PYTHON)"
 	test -x $(PY) || "$(PYTHON)" -m venv $(VENV)
-	$(PY) -m pip install --quiet --no-input --no-compile -c runtime_cpu/constraints.txt --upgrade pip
-	$(PY) -m pip install --quiet --no-input --no-compile -c runtime_cpu/constraints.txt -e '.[cpu,dev,gateway]'
-	$(PY) -m pip install --quiet --no-input --no-compile --no-deps $(SGLANG)
+	$(INSTALL) -c runtime_cpu/constraints.txt --upgrade pip
+	$(INSTALL) -c runtime_cpu/constraints.txt -e '.[cpu,dev,gateway]'
+	$(INSTALL) --no-deps $(SGLANG)
 	touch $@
 
 # Loops that every server would compile at its start; nothing that only reads the tree needs them.

@@ -100,16 +100,17 @@ class RecoveredPages:
     def __len__(self) -> int:
         return len(self.segment)
 
+    @property
+    def columns(self) -> tuple[npt.NDArray[Any], ...]:
+        """All of them, in the order of the attributes."""
+        return (
+            self.hashes, self.lora, self.segment, self.block, self.num_blocks, self.quality,
+        )  # fmt: skip
+
     def take(self, rows: npt.NDArray[np.bool_] | npt.NDArray[np.intp]) -> RecoveredPages:
         """Returns some of the pages: a mask, or positions in any order."""
-        return RecoveredPages(
-            hashes=np.ascontiguousarray(self.hashes[rows]),
-            lora=self.lora[rows],
-            segment=self.segment[rows],
-            block=self.block[rows],
-            num_blocks=self.num_blocks[rows],
-            quality=self.quality[rows],
-        )
+        hashes, *others = (column[rows] for column in self.columns)
+        return RecoveredPages(np.ascontiguousarray(hashes), *others)
 
     def key_of(self, row: int) -> tuple[bytes, bytes]:
         """A page's hash, and the digest of its adapter; empty where there is none."""
@@ -133,14 +134,8 @@ class RecoveredPages:
         """Returns the pages of `parts` in order."""
         if not parts:
             return cls.empty()
-        return cls(
-            hashes=np.concatenate([part.hashes for part in parts]),
-            lora=np.concatenate([part.lora for part in parts]),
-            segment=np.concatenate([part.segment for part in parts]),
-            block=np.concatenate([part.block for part in parts]),
-            num_blocks=np.concatenate([part.num_blocks for part in parts]),
-            quality=np.concatenate([part.quality for part in parts]),
-        )
+        columns = zip(*(part.columns for part in parts), strict=True)
+        return cls(*map(np.concatenate, columns))
 
 
 NO_LORA_ROW = bytes(32)

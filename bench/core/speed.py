@@ -122,15 +122,20 @@ def pages_like_the_arenas(num: int, slot_bytes: int) -> list[ByteArray]:
     return list(flat.reshape(num, slot_bytes))
 
 
+def leave_page_cache(path: Path) -> None:
+    """Writes a file to the disk and advises that it leaves the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
 def drop_page_cache(paths: Sequence[Path]) -> None:
     """Sees to it that the next reads of the files come from the disk."""
     for path in paths:
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        finally:
-            os.close(fd)
+        leave_page_cache(path)
     try:
         Path("/proc/sys/vm/drop_caches").write_text("1\n")
     except OSError:

@@ -62,7 +62,7 @@ def save_k(
 
         return gpu.save_k(pool, token_slots, positions, spec, out)
     words, rows = _pool_rows(pool, token_slots)
-    width = pool.shape[1] * pool.shape[2]
+    width = _width(pool)
     pages, bases = _page_bases(out, words.dtype, width)
     if rows.size != bases.size * out.page_size:
         raise ValueError(f"{rows.size} tokens do not fill {bases.size} pages of {out.page_size}")
@@ -127,9 +127,7 @@ def load_k(
 
         gpu.load_k(src, positions, spec, pool, token_slots, corrections, first_row)
         return
-    words, rows = _pool_rows(pool, token_slots)
-    width = pool.shape[1] * pool.shape[2]
-    pages, bases = _page_row_bases(src, words.dtype, width, rows.size, first_row)
+    words, rows, pages, bases = _both_sides(pool, token_slots, src, first_row)
     cpu.load(
         RULES[spec.rule],
         pages,
@@ -140,7 +138,7 @@ def load_k(
         words,
         rows,
         _layout(pool, spec),
-        rows.size * width * words.itemsize >= _STREAMED_BYTES,
+        _is_streamed(pool, rows),
     )
     if corrections is not None and len(corrections):
         cpu.correct(
@@ -149,7 +147,7 @@ def load_k(
             corrections.bits,
             first_row,
             src.page_size,
-            width,
+            _width(pool),
             words,
             rows,
         )
@@ -191,9 +189,7 @@ def move_k(
 
         gpu.move_k(src, saved_positions, positions, spec, pool, token_slots, first_row)
         return
-    words, rows = _pool_rows(pool, token_slots)
-    width = pool.shape[1] * pool.shape[2]
-    pages, bases = _page_row_bases(src, words.dtype, width, rows.size, first_row)
+    words, rows, pages, bases = _both_sides(pool, token_slots, src, first_row)
     cpu.move(
         pages,
         bases,
@@ -221,10 +217,8 @@ def copy_rows_to_pages(
 
         gpu.copy_rows_to_pages(pool, token_slots, out, first_row)
         return
-    words, rows = _pool_rows(pool, token_slots)
-    width = pool.shape[1] * pool.shape[2]
-    pages, bases = _page_row_bases(out, words.dtype, width, rows.size, first_row)
-    cpu.copy_rows(words, rows, pages, bases, np.uint64(width), True)
+    words, rows, pages, bases = _both_sides(pool, token_slots, out, first_row)
+    cpu.copy_rows(words, rows, pages, bases, _U(_width(pool)), True)
 
 
 def copy_pages_to_rows(
@@ -241,11 +235,8 @@ def copy_pages_to_rows(
 
         gpu.copy_pages_to_rows(src, pool, token_slots, first_row)
         return
-    words, rows = _pool_rows(pool, token_slots)
-    width = pool.shape[1] * pool.shape[2]
-    pages, bases = _page_row_bases(src, words.dtype, width, rows.size, first_row)
-    streamed = rows.size * width * words.itemsize >= _STREAMED_BYTES
-    cpu.copy_rows(pages, bases, words, rows, np.uint64(width), streamed)
+    words, rows, pages, bases = _both_sides(pool, token_slots, src, first_row)
+    cpu.copy_rows(pages, bases, words, rows, _U(_width(pool)), _is_streamed(pool, rows))
 
 
 save_v = copy_rows_to_pages
@@ -289,6 +280,16 @@ def _check_spec(pool: torch.Tensor, spec: RopeSpec) -> None:
         )
     if spec.rotary_dim > 2 * 65536 or pool.shape[1] > 65536:
         raise ValueError(f"at most 65536 heads and pairs per head, got {tuple(pool.shape)}")
+
+
+def _width(pool: torch.Tensor) -> int:
+    """Words of a row."""
+    return pool.shape[1] * pool.shape[2]
+
+
+def _is_streamed(pool: torch.Tensor, rows: U64) -> bool:
+    """Whether so many rows are written past the cache."""
+    return rows.size * _width(pool) * pool.element_size() >= _STREAMED_BYTES
 
 
 def _flat_words(pool: torch.Tensor) -> Words:
@@ -358,18 +359,21 @@ def _page_bases(view: PagedView, kind: np.dtype[Any], width: int) -> tuple[Words
     return arena.reshape(-1).view(kind), bases
 
 
-def _page_row_bases(
-    view: PagedView, kind: np.dtype[Any], width: int, num_tokens: int, first_row: int
-) -> tuple[Words, U64]:
-    pages, bases = _page_bases(view, kind, width)
-    if first_row < 0 or first_row + num_tokens > bases.size * view.page_size:
+def _both_sides(
+    pool: torch.Tensor, token_slots: I64, view: PagedView, first_row: int
+) -> tuple[Words, U64, Words, U64]:
+    """Words of the pool and the offsets of its rows, and the same of the pages."""
+    words, rows = _pool_rows(pool, token_slots)
+    width = _width(pool)
+    pages, bases = _page_bases(view, words.dtype, width)
+    if first_row < 0 or first_row + rows.size > bases.size * view.page_size:
         raise ValueError(
-            f"rows [{first_row}, {first_row + num_tokens}) do not lie in {bases.size} pages of "
+            f"rows [{first_row}, {first_row + rows.size}) do not lie in {bases.size} pages of "
             f"{view.page_size}"
         )
-    rows = np.empty(num_tokens, np.uint64)
-    cpu.row_offsets(bases, _U(view.page_size), _U(width), _U(first_row), rows)
-    return pages, rows
+    offsets = np.empty(rows.size, np.uint64)
+    cpu.row_offsets(bases, _U(view.page_size), _U(width), _U(first_row), offsets)
+    return words, rows, pages, offsets
 
 
 def _angles(positions: I64, num_tokens: int, spec: RopeSpec) -> U64:

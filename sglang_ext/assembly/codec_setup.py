@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ def agree_on_profile(config: HierKVConfig, model_path: str, exchange: Exchange) 
     Raises:
         HierKVConfigError: a rank has another one, or none; one sentence.
     """
-    kinds = [kind_of(config.record_codec), kind_of(config.of_tier("codec", "remote"))]
+    kinds = [kind_of(codec_id) for codec_id, _, _ in _chosen(config)]
     if not any(kind is not None and (config.profile or kind.is_calibrated) for kind in kinds):
         return
     path = Path(config.profile) if config.profile else find_profile(model_path)
@@ -100,19 +102,17 @@ def build_page_codec(
     """
     if not config.disk_dir and not config.coded_host_bytes:
         return None
-    codec_id = config.record_codec
-    try:
+    (codec_id, level, named), _ = _chosen(config)
+    is_coded = codec_id != "none"
+    with _or_refused(named) if is_coded else suppress(CodecError, OSError):
         shape = _shape(pool, layout, kv_dtype, has_states=has_states)
         return PageCodec(
             shape,
             codec_id,
-            None if codec_id == "none" else parse_level(codec_id, config.record_level),
+            parse_level(codec_id, level) if is_coded else None,
             **_knowledge(config, codec_id, runner, shape, place),
         )
-    except (CodecError, OSError) as error:
-        if codec_id == "none":
-            return None
-        raise HierKVConfigError(f"--hier-kv-codec {codec_id}: {error}.") from error
+    return None
 
 
 def build_remote_codec(
@@ -132,20 +132,18 @@ def build_remote_codec(
     Raises:
         HierKVConfigError: as above.
     """
-    codec_id = config.of_tier("codec", "remote")
+    _, (codec_id, level, named) = _chosen(config)
     if codec_id == "none":
         return None
-    try:
+    with _or_refused(named):
         shape = _shape(pool, layout, kv_dtype, has_states=has_states)
         return RemotePageCodec(
             shape,
             codec_id,
-            parse_level(codec_id, config.of_tier("level", "remote")),
+            parse_level(codec_id, level),
             adopts=bool(config.key_file),  # then the store has nothing that no server of it made
             **_knowledge(config, codec_id, runner, shape, place),
         )
-    except (CodecError, OSError) as error:
-        raise HierKVConfigError(f"--hier-kv-codec remote={codec_id}: {error}.") from error
 
 
 def try_profile(
@@ -169,23 +167,32 @@ def try_profile(
     Raises:
         HierKVConfigError: one sentence.
     """
-    for codec_id, level, flag in (
-        (config.record_codec, config.record_level, "--hier-kv-codec "),
-        (
-            config.of_tier("codec", "remote"),
-            config.of_tier("level", "remote"),
-            "--hier-kv-codec remote=",
-        ),
-    ):
+    for codec_id, level, named in _chosen(config):
         if kind_of(codec_id) is None:
             continue
-        try:
+        with _or_refused(named):
             shape = CodedShape.of(layout, dtype, head_dim)
             learned = _learned(config, codec_id, model_path, shape, place)
             if learned is not None:
                 PageCodec(shape, codec_id, parse_level(codec_id, level), learned=learned).close()
-        except (CodecError, OSError) as error:
-            raise HierKVConfigError(f"{flag}{codec_id}: {error}.") from error
+
+
+def _chosen(config: HierKVConfig) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
+    """Codec, level and what the flag says, of records and of the remote store."""
+    remote = config.of_tier("codec", "remote")
+    return (
+        (config.record_codec, config.record_level, config.record_codec),
+        (remote, config.of_tier("level", "remote"), f"remote={remote}"),
+    )
+
+
+@contextmanager
+def _or_refused(named: str) -> Iterator[None]:
+    """Context in which a codec is made; HierKVConfigError, one sentence, where it cannot be had."""
+    try:
+        yield
+    except (CodecError, OSError) as error:
+        raise HierKVConfigError(f"--hier-kv-codec {named}: {error}.") from error
 
 
 def _shape(
@@ -265,5 +272,4 @@ def _of_rank(kind: LearnedKind, learned: Any, shape: CodedShape, place: RankPlac
 
 
 def _uses_profile(config: HierKVConfig) -> bool:
-    codecs = (config.record_codec, config.of_tier("codec", "remote"))
-    return any(kind_of(codec_id) is not None for codec_id in codecs)
+    return any(kind_of(codec_id) is not None for codec_id, _, _ in _chosen(config))

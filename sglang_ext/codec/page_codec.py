@@ -95,11 +95,7 @@ class CodedShape:
     def put_planes(self, planes: PlaneArray, slot: U8) -> None:
         """Writes the planes back where `planes` took them from."""
         if not np.shares_memory(planes, slot):
-            flat = planes.reshape(-1).view(np.uint8)
-            taken = 0
-            for at, size in self._blocks():
-                slot[at : at + size] = flat[taken : taken + size]
-                taken += size
+            _put(planes.reshape(-1).view(np.uint8), slot, self._blocks())
 
     @property
     def index_bytes(self) -> int:
@@ -112,10 +108,7 @@ class CodedShape:
 
     def put_index(self, rows: U8, slot: U8) -> None:
         """Writes them back where `index_of` took them from."""
-        taken = 0
-        for at, size in self._index_blocks():
-            slot[at : at + size] = rows[taken : taken + size]
-            taken += size
+        _put(rows, slot, self._index_blocks())
 
     def _blocks(self) -> list[tuple[int, int]]:
         """Where the planes lie, and how long they are."""
@@ -134,6 +127,13 @@ class CodedShape:
             return []
         blocks = zip(layout.v_offsets, layout.v_row_bytes, strict=True)
         return [(at, row_bytes * layout.page_size) for at, row_bytes in blocks if row_bytes]
+
+
+def _put(flat: U8, slot: U8, blocks: list[tuple[int, int]]) -> None:
+    taken = 0
+    for at, size in blocks:
+        slot[at : at + size] = flat[taken : taken + size]
+        taken += size
 
 
 class PageCodec(PageTranscoder):

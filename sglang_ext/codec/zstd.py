@@ -11,16 +11,16 @@ from typing import Any
 import numpy as np
 import zstandard
 
-from sglang_ext.codec.base import Codec, CodecError, KVDtype, PlaneArray, check_planes
-from sglang_ext.codec.container import Buffer, Section, write_chunk
-from sglang_ext.codec.none import check_only_level, open_only_level
+from sglang_ext.codec.base import CodecError, KVDtype, PlaneArray
+from sglang_ext.codec.container import Chunk, Section
+from sglang_ext.codec.one_level import OneLevelCodec
 
 # Section kinds; stored on disk, never renumber. Which byte order the values were in is the kind.
 _RAW = 1
 _BYTE_PLANES = 2
 
 
-class ZstdCodec(Codec):
+class ZstdCodec(OneLevelCodec):
     """Zstandard. `profile` and `engine` are ignored.
 
     Args:
@@ -30,7 +30,6 @@ class ZstdCodec(Codec):
     """
 
     codec_id = "zstd"
-    lossy = False
 
     def __init__(
         self,
@@ -47,28 +46,18 @@ class ZstdCodec(Codec):
         self.compression_level = compression_level
         self.byte_planes = byte_planes
 
-    def encode(
-        self,
-        planes: PlaneArray,
-        *,
-        level: int | None = None,
-        last_level: int | None = None,
-        raw_tokens: int | None = None,
-    ) -> bytes:
-        """See :meth:`Codec.encode`. All tokens are kept exactly."""
-        shape = check_planes(planes, self.dtype)
-        check_only_level(level, last_level)
+    def sections(self, planes: PlaneArray) -> list[Section]:
+        """One frame of all values."""
         values = planes.reshape(-1).view(np.uint8).reshape(-1, self.dtype.value_bytes)
         if self.byte_planes:
             values = np.ascontiguousarray(values.T)
         # A compressor of its own for each call: they may not be shared between threads.
         frame = zstandard.ZstdCompressor(level=self.compression_level).compress(values.data)
         kind = _BYTE_PLANES if self.byte_planes else _RAW
-        return write_chunk(self.codec_id, self.dtype, shape, [Section(kind, 0, frame)])
+        return [Section(kind, 0, frame)]
 
-    def decode(self, data: Buffer, out: PlaneArray, *, level: int | None = None) -> None:
-        """See :meth:`Codec.decode`."""
-        chunk = open_only_level(data, out, self, level)
+    def fill(self, chunk: Chunk, out: PlaneArray) -> None:
+        """See :meth:`OneLevelCodec.fill`."""
         kind = chunk.header.sections[0].kind
         if kind not in (_RAW, _BYTE_PLANES):
             raise CodecError(f"zstd has no sections of kind {kind}")

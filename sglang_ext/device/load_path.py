@@ -100,26 +100,14 @@ class LoadPath:
             port.prepare_uploads(max(of_prompt, of_page))
 
     @property
-    def _copies(self) -> Any:
-        return self._streams.copies
-
-    @property
-    def _scatters(self) -> Any:
-        return self._streams.scatters
-
-    @property
     def ring_bytes(self) -> int:
         """Memory on the device that loads keep for themselves."""
         return 0 if self._ring is None else self._ring.num_bytes + self._indices.num_bytes
 
     def fence(self) -> Fence:
         """What the next loads must not overtake; from the thread that launches forwards."""
-        port, current = self._port, self._port.current_stream()
-        self._streams.take(current)
-        here = port.record(current)
-        if self._streams.forwards is None:
-            return Fence(here, (here,))
-        return Fence(here, (here, port.record(self._streams.forwards)))
+        events = self._streams.behind_writers()
+        return Fence(events[0], tuple(events))
 
     def queue(
         self,
@@ -147,9 +135,9 @@ class LoadPath:
         if self._ring is None:
             return None
         if after is not None:
-            self._port.wait(self._scatters, after)
-        self._port.wait(self._scatters, self._port.record(self._copies))
-        return self._port.record(self._scatters)
+            self._port.wait(self._streams.scatters, after)
+        self._port.wait(self._streams.scatters, self._port.record(self._streams.copies))
+        return self._port.record(self._streams.scatters)
 
     def before_forwards(self, event: Any) -> None:
         """Lets what SGLang launches from now on wait, on the device, for an event of a load."""
@@ -191,7 +179,7 @@ class LoadPath:
         fence: Fence,
         on_layer: Callable[[Any], None],
     ) -> Landing:
-        port, scatters = self._port, self._scatters
+        port, scatters = self._port, self._streams.scatters
         port.wait(scatters, fence.rows_known)
         with port.on(scatters):
             parts = self._parts(ring, loads)
@@ -235,7 +223,7 @@ class LoadPath:
         self, ring: Ring, part: LoadPages, layers: range, busy: list[tuple[Any, Any]]
     ) -> tuple[Buffer, PageSource]:
         """Queues the copies of some layers of some pages; scatters wait for them from now on."""
-        port, copies = self._port, self._copies
+        port, copies = self._port, self._streams.copies
         buffer, span = ring.take(), self._copier.span(layers)
         if buffer.free is not None:
             port.wait(copies, buffer.free)
@@ -245,7 +233,7 @@ class LoadPath:
         with port.on(copies):
             port.bring(pages, self._copier.slots, part.page_slots, span)
         brought = port.record(copies)
-        port.wait(self._scatters, brought)
+        port.wait(self._streams.scatters, brought)
         busy.append((begin, brought))
         return buffer, PageSource(pages, ring.index[:num_pages], span.start)
 

@@ -108,14 +108,6 @@ class SavePath:
         self._tails_sent: Any = None  # event; None while nothing was
 
     @property
-    def _gathers(self) -> Any:
-        return self._streams.gathers
-
-    @property
-    def _sends(self) -> Any:
-        return self._streams.sends
-
-    @property
     def ring_bytes(self) -> int:
         """Memory on the device that saves keep for themselves."""
         if self._ring is None:
@@ -123,18 +115,8 @@ class SavePath:
         return self._ring.num_bytes + sum(map(len, (self._tails, self._wrong, self._misses)))
 
     def ready_events(self) -> list[Any]:
-        """Events after which the pages of a node are complete on the device; scheduler's thread.
-
-        The current stream has computed which rows they are; the forward stream may be writing them.
-        """
-        if self._ring is None:
-            return []
-        port = self._port
-        writers = [port.current_stream()]  # here the scheduler's
-        self._streams.take(*writers)
-        if self._streams.forwards is not None:
-            writers.append(self._streams.forwards)
-        return [port.record(stream) for stream in writers]
+        """Events after which the pages of a node are complete on the device; scheduler's thread."""
+        return [] if self._ring is None else self._streams.behind_writers()
 
     def enter_thread(self) -> None:
         """To be called once by the thread that saves."""
@@ -154,16 +136,16 @@ class SavePath:
             yield
             return
         for event in events:
-            port.wait(self._gathers, event)
+            port.wait(self._streams.gathers, event)
         try:
             yield
         finally:
-            port.wait(self._sends, port.record(self._gathers))
-            port.synchronize(port.record(self._sends))
+            port.wait(self._streams.sends, port.record(self._streams.gathers))
+            port.synchronize(port.record(self._streams.sends))
 
     def has_rows_below(self, end: int, token_slots: torch.Tensor) -> bool:
         """Whether a row of `token_slots` is below `end`; waits for the device, within `saving`."""
-        with self._port.on(self._gathers):
+        with self._port.on(self._streams.gathers):
             return self._port.any_below(token_slots, end)
 
     def save(self, token_slots: torch.Tensor, runs: Sequence[SaveRun]) -> list[SavedPage]:
@@ -176,12 +158,12 @@ class SavePath:
         Returns:
             One entry a page, in the order of the runs; `busy_s` is what it took.
         """
-        begin = self._port.record(self._gathers)
+        begin = self._port.record(self._streams.gathers)
         if self._ring is None:
             saved = self._copy(token_slots, runs)
         else:
             saved = self._lay_out_all(self._ring, token_slots, runs)
-        end = self._port.record(self._sends)
+        end = self._port.record(self._streams.sends)
         self._port.synchronize(end)
         self.busy_s = self._port.seconds_between(begin, end)
         return saved
@@ -193,7 +175,7 @@ class SavePath:
         batches = self._batches(token_slots, runs, state)
         for batch in batches:
             self._lay_out_and_send(ring, batch, position_free=state == ROPE_PRE)
-        self._port.synchronize(self._port.record(self._sends))
+        self._port.synchronize(self._port.record(self._streams.sends))
         slots = np.concatenate([run.page_slots for run in runs])
         counts = self._copier.num_listed(slots)
         too_many = np.flatnonzero(counts > self._copier.layout.max_corrections)
@@ -243,7 +225,7 @@ class SavePath:
             self._copier.require_in_table(flat_positions)
         heads = np.stack([tail_head(state, first) for first in flat_positions[::size].tolist()])
         port, tokens = self._port, len(flat_positions)
-        with port.on(self._gathers):
+        with port.on(self._streams.gathers):
             uploaded = port.upload(np.concatenate([flat_positions, heads.reshape(-1)]))
             rows = port.rows(token_slots)
         batches: list[_Batch] = []
@@ -264,7 +246,8 @@ class SavePath:
         return batches
 
     def _lay_out_and_send(self, ring: Ring, batch: _Batch, *, position_free: bool) -> None:
-        port, copier, gathers, sends = self._port, self._copier, self._gathers, self._sends
+        port, copier = self._port, self._copier
+        gathers, sends = self._streams.gathers, self._streams.sends
         layout, num = copier.layout, len(batch.page_slots)
         if self._tails_sent is not None:
             port.wait(gathers, self._tails_sent)
@@ -309,8 +292,8 @@ class SavePath:
         """Queues the copies of what was laid out so far."""
         assert span.start >= HEADER_BYTES
         port = self._port
-        port.wait(self._sends, port.record(self._gathers))
-        with port.on(self._sends):
+        port.wait(self._streams.sends, port.record(self._streams.gathers))
+        with port.on(self._streams.sends):
             port.send(self._copier.slots, batch.page_slots, span, pages)
 
 

@@ -80,20 +80,20 @@ def agree_on_settings(own: NodeSettings, exchange: Exchange) -> str:
     return first.secret
 
 
-def await_all(group: Any, patience_s: float = _PATIENCE_S) -> None:
+def await_all(group: Any) -> None:
     """Waits until all ranks of a gloo group have come here; a node without the plugin never does.
 
-    Only the first rank's wait is bounded, by `patience_s`; when it ends, so do the others'.
+    Only the first rank's wait is bounded, by `_PATIENCE_S`; when it ends, so do the others'.
 
     Raises:
         HierKVConfigError: one has not come in time.
     """
     try:
-        distributed.monitored_barrier(group=group, timeout=timedelta(seconds=patience_s))
+        distributed.monitored_barrier(group=group, timeout=timedelta(seconds=_PATIENCE_S))
     except RuntimeError as error:
         raise HierKVConfigError(
             f"--enable-hier-kv needs to be on on every node, and not all of them have said so in "
-            f"{patience_s:g} s; start all nodes with the same flags."
+            f"{_PATIENCE_S:g} s; start all nodes with the same flags."
         ) from error
 
 

@@ -12,7 +12,7 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.truncation.cut import Cut, CutRule
 from sglang_ext.truncation.lineage import ChainHash, CutLineage, lineage_of, names_of
 from sglang_ext.truncation.marks import MessageMarks, marks_of_tokenizer
-from sglang_ext.truncation.policy import (
+from sglang_ext.truncation.modes import (
     STATED,
     check_length,
     cuts_overflow,

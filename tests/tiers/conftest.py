@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +8,6 @@ import pytest
 
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.records.seals import CHECKSUMS
-
-_spec = importlib.util.spec_from_file_location(
-    "tests.tiers.tier_pages", Path(__file__).with_name("tier_pages.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-tier_pages = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = tier_pages  # so that test modules can import it
-_spec.loader.exec_module(tier_pages)
 
 OpenTier = Callable[..., DiskTier]
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from sglang_ext.tiers.base import Enter, Location, PageKeeper, ReadRequest, RecoveredPages, Tier
 from sglang_ext.tiers.disk.counters import DiskStats
-from sglang_ext.tiers.disk.disk_context import usable_slot
+from sglang_ext.tiers.disk.disk_context import OwnerCallbacks, usable_slot
 from sglang_ext.tiers.disk.tier import DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.checks import seal, verify
@@ -24,7 +24,7 @@ from sglang_ext.tiers.records.record import (
 )
 
 
-class CachedDiskTier(Tier):
+class CachedDiskTier(Tier, OwnerCallbacks):
     """A disk tier, and the records used last of it in DRAM; it owns the disk tier.
 
     The disk stays the home of every record: locations are its own, and what the memory forgets is
@@ -35,22 +35,14 @@ class CachedDiskTier(Tier):
         max_bytes: bound on the records in memory, headers and payloads.
 
     Attributes:
-        on_drop, on_moved, is_hot, num_needed, keeper: as in `DiskTier`.
+        on_drop, on_moved, is_hot, num_needed, keeper: see `OwnerCallbacks`.
         num_hits: records read from memory since start.
     """
-
-    on_drop: Callable[[bytes, int], None]
-    on_moved: Callable[[bytes, int, RecoveredPages], None]
-    is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]]
-    num_needed: Callable[[int], int]
 
     def __init__(self, disk: DiskTier, max_bytes: int) -> None:
         if max_bytes < 1:
             raise TierConfigError(f"records in memory need room, got {max_bytes} bytes")
-        self.on_drop = lambda digest, segment_id: None
-        self.on_moved = lambda digest, segment_id, pages: None
-        self.is_hot = lambda digest, hashes: np.zeros(len(hashes), np.bool_)
-        self.num_needed = lambda segment_id: 0
+        super().__init__()
         disk.on_drop = self._dropped
         disk.on_moved = self._moved
         disk.is_hot = self._asked_if_hot
@@ -163,7 +155,7 @@ class CachedDiskTier(Tier):
             slot_bytes = self._slot_bytes.get(digest, 0)
             if record is not None:
                 self._records.move_to_end(request.location)
-        if record is None or not usable_slot(request.out, slot_bytes, writable=True):
+        if record is None or not usable_slot(request.out, slot_bytes):
             return VerifyResult.MISSING
         request.out[: record.size] = record
         result = verify(request.out, request.page_hash, digest, request.lora)

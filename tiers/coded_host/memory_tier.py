@@ -26,7 +26,7 @@ from sglang_ext.tiers.base import (
     record_blocks,
 )
 from sglang_ext.tiers.disk.counters import Counters, DiskStats
-from sglang_ext.tiers.disk.disk_context import usable_slot
+from sglang_ext.tiers.disk.disk_context import OwnerCallbacks, usable_slot
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.checks import seal, verify
@@ -61,7 +61,7 @@ class _Namespace:
     packed: bool
 
 
-class MemoryTier(Tier):
+class MemoryTier(Tier, OwnerCallbacks):
     """Keeps records of many namespaces in DRAM, within a bound on their bytes.
 
     Threads and callbacks as in `DiskTier`: any number may `read`; what writes takes the write lock,
@@ -71,24 +71,15 @@ class MemoryTier(Tier):
         max_bytes: the bound, on headers and payloads.
 
     Attributes:
-        on_drop, on_moved, is_hot, num_needed, keeper: as in `DiskTier`.
+        on_drop, on_moved, is_hot, num_needed, keeper: see `OwnerCallbacks`.
     """
 
     persistent = False
-    on_drop: Callable[[bytes, int], None]
-    on_moved: Callable[[bytes, int, RecoveredPages], None]
-    is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]]
-    num_needed: Callable[[int], int]
-    keeper: PageKeeper | None
 
     def __init__(self, max_bytes: int) -> None:
         if max_bytes < 1:
             raise TierConfigError(f"a tier in memory needs room, got {max_bytes} bytes")
-        self.on_drop = lambda digest, segment_id: None
-        self.on_moved = lambda digest, segment_id, pages: None
-        self.is_hot = lambda digest, hashes: np.zeros(len(hashes), np.bool_)
-        self.num_needed = lambda segment_id: 0
-        self.keeper = None
+        super().__init__()
         self._fresh: set[Location] = set()  # of the call in hand; guarded by _write_lock
         self._max_bytes = max_bytes
         self._counters = Counters()
@@ -171,28 +162,14 @@ class MemoryTier(Tier):
 
     def stats(self) -> DiskStats:
         """What was counted, in the disk tier's words."""
-        totals, errors, dropped = self._counters.snapshot()
         with self._lock:
             num_segments, used_bytes = len(self._segments), self._used_bytes
-        return DiskStats(
+        return self._counters.stats(
             mode="memory",
-            bytes_written=totals.get("bytes_written", 0),
-            bytes_read=totals.get("bytes_read", 0),
-            useful_bytes=totals.get("useful_bytes", 0),
-            records_written=totals.get("records_written", 0),
-            records_read=totals.get("records_read", 0),
-            records_salvaged=totals.get("records_salvaged", 0),
-            bytes_moved=0,
-            segments_reused=0,
-            records_recovered=0,
             segments=num_segments,
-            segments_sealed=0,
-            segments_dropped=totals.get("segments_dropped", 0),
             used_bytes=used_bytes,
             max_bytes=self._max_bytes,
             open_fds=0,
-            errors=errors,
-            dropped=dropped,
         )
 
     # ---- write lock held ----
@@ -200,7 +177,7 @@ class MemoryTier(Tier):
     def _write_one(self, digest: bytes, namespace: _Namespace, slot: ByteArray) -> Location | None:
         try:
             size = namespace.slot_bytes
-            if not usable_slot(slot, size, writable=True, packed=namespace.packed):
+            if not usable_slot(slot, size, packed=namespace.packed):
                 raise ValueError("not a slot of this namespace")
             meta, payload_bytes = parse_header(slot)
         except (RecordError, ValueError):
@@ -345,7 +322,7 @@ class MemoryTier(Tier):
                 record = segment.records.get(request.location[1])
                 self._touch(segment)
         size = namespace.slot_bytes if namespace is not None else 0
-        if record is not None and usable_slot(request.out, size, writable=True):
+        if record is not None and usable_slot(request.out, size):
             request.out[: record.size] = record
             result = verify(request.out, request.page_hash, digest, request.lora)
         if result is VerifyResult.OK and record is not None:

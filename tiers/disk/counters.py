@@ -55,6 +55,13 @@ class DiskStats:
     dropped: dict[str, int]
 
 
+_TOTALS = (
+    "bytes_written", "bytes_read", "useful_bytes", "records_written", "records_read",
+    "records_salvaged", "bytes_moved", "segments_reused", "records_recovered", "segments_sealed",
+    "segments_dropped",
+)  # fmt: skip
+
+
 class Counters:
     """Named counts in three groups. Thread-safe: one lock guards all."""
 
@@ -83,3 +90,19 @@ class Counters:
         """Returns copies of totals, errors and dropped, taken at one instant."""
         with self._lock:
             return dict(self._totals), dict(self._errors), dict(self._dropped)
+
+    def stats(
+        self, *, mode: str, segments: int, used_bytes: int, max_bytes: int, open_fds: int
+    ) -> DiskStats:
+        """What was counted, with what the tier says of itself now; see `DiskStats`."""
+        totals, errors, dropped = self.snapshot()
+        return DiskStats(
+            mode=mode,
+            segments=segments,
+            used_bytes=used_bytes,
+            max_bytes=max_bytes,
+            open_fds=open_fds,
+            errors=errors,
+            dropped=dropped,
+            **{name: totals.get(name, 0) for name in _TOTALS},
+        )

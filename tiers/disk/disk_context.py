@@ -7,7 +7,6 @@ import itertools
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
@@ -39,14 +38,34 @@ There the run is still in the core's cache when its checksums are taken (docs/fo
 """
 
 
-class OwnerCallbacks(Protocol):
-    """Callbacks that whoever owns the tier sets on it; called by the writing thread, lock held."""
+class OwnerCallbacks:
+    """Callbacks that whoever owns the tier sets on it; called by the writing thread, lock held.
 
-    on_drop: Callable[[bytes, int], None]
-    on_moved: Callable[[bytes, int, RecoveredPages], None]
-    is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]]
-    num_needed: Callable[[int], int]
-    keeper: PageKeeper | None
+    Attributes:
+        on_drop: called with (namespace digest, segment id) before that segment is removed: every
+            location in it is about to become a miss.
+        on_moved: called with (namespace digest, old segment id, pages) after hot pages were
+            copied out of a segment and before its `on_drop`; `pages` says where they lie now.
+        is_hot: called with (namespace digest, hashes u8 [N, 32]); returns u8 or bool [N], above 0
+            for the pages worth salvaging from a segment about to be dropped, those with the
+            highest values first.
+        num_needed: called with a segment id; returns how many pages in it will be read soon. Of
+            the oldest segments the one with the fewest is dropped.
+        keeper: says which records are pages and which of them to give up, so that room is made
+            page by page, in place; None: whole segments go.
+    """
+
+    keeper: PageKeeper | None = None
+
+    def __init__(self) -> None:
+        self.on_drop: Callable[[bytes, int], None] = lambda digest, segment_id: None
+        self.on_moved: Callable[[bytes, int, RecoveredPages], None]
+        self.on_moved = lambda digest, segment_id, pages: None
+        self.is_hot: Callable[
+            [bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]
+        ]
+        self.is_hot = lambda digest, hashes: np.zeros(len(hashes), np.bool_)
+        self.num_needed: Callable[[int], int] = lambda segment_id: 0
 
 
 @dataclass(slots=True)
@@ -165,15 +184,15 @@ class DiskContext:
         return self.direct and not all(is_aligned(array) for array in arrays)
 
 
-def usable_slot(slot: object, slot_bytes: int, *, writable: bool, packed: bool = False) -> bool:
+def usable_slot(slot: object, slot_bytes: int, *, packed: bool = False) -> bool:
     """Says whether `slot` is memory that the tier can move.
 
-    That is u8 [slot_bytes], contiguous; with `packed` also fewer whole blocks.
+    That is u8 [slot_bytes], contiguous and writable; with `packed` also fewer whole blocks.
     """
     return (
         is_plain(slot)
         and (slot.size == slot_bytes or (packed and _is_part(slot.size, slot_bytes)))
-        and (slot.flags.writeable or not writable)
+        and slot.flags.writeable
     )
 
 

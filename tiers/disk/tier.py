@@ -9,14 +9,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from sglang_ext.tiers.base import (
     BLOCK_BYTES,
     MAX_RECORD_BLOCKS,
     Enter,
     Location,
-    PageKeeper,
     ReadRequest,
     RecoveredPages,
     Tier,
@@ -24,7 +21,7 @@ from sglang_ext.tiers.base import (
 )
 from sglang_ext.tiers.disk.config import DiskConfig
 from sglang_ext.tiers.disk.counters import Counters, DiskStats
-from sglang_ext.tiers.disk.disk_context import DiskContext
+from sglang_ext.tiers.disk.disk_context import DiskContext, OwnerCallbacks
 from sglang_ext.tiers.disk.folder import (
     FolderLock,
     NamespaceFile,
@@ -52,33 +49,14 @@ _READABLE = (SegmentState.SEALED, SegmentState.RESEALED, SegmentState.DAMAGED_FO
 _QUIET = (SegmentState.SEALED, SegmentState.RESEALED, SegmentState.EMPTY)
 
 
-class DiskTier(Tier):
+class DiskTier(Tier, OwnerCallbacks):
     """Keeps records of many namespaces in one folder, within a bound on size.
 
     Threads: any number may `read`; `write`, `clear`, `open_namespace` and `close` take the write
     lock, so they run one at a time and never make a read wait. The callbacks are called by the
     thread in `write` or `clear`, under the write lock: they may take the owner's own lock, so the
     owner must not hold that lock when it calls those methods. Reads may be made from callbacks.
-
-    Attributes:
-        on_drop: called with (namespace digest, segment id) before that segment is removed: every
-            location in it is about to become a miss.
-        on_moved: called with (namespace digest, old segment id, pages) after hot pages were
-            copied out of a segment and before its `on_drop`; `pages` says where they lie now.
-        is_hot: called with (namespace digest, hashes u8 [N, 32]); returns u8 or bool [N], above 0
-            for the pages worth salvaging from a segment about to be dropped, those with the
-            highest values first.
-        num_needed: called with a segment id; returns how many pages in it will be read soon. Of
-            the oldest segments the one with the fewest is dropped.
-        keeper: says which records are pages and which of them to give up, so that room is made
-            page by page, in place; None: whole segments go.
     """
-
-    on_drop: Callable[[bytes, int], None]
-    on_moved: Callable[[bytes, int, RecoveredPages], None]
-    is_hot: Callable[[bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]]
-    num_needed: Callable[[int], int]
-    keeper: PageKeeper | None
 
     def __init__(
         self,
@@ -100,11 +78,7 @@ class DiskTier(Tier):
             TierConfigError: the folder or a setting cannot work; one sentence.
         """
         config.check()
-        self.on_drop = lambda digest, segment_id: None
-        self.on_moved = lambda digest, segment_id, pages: None
-        self.is_hot = lambda digest, hashes: np.zeros(len(hashes), np.bool_)
-        self.num_needed = lambda segment_id: 0
-        self.keeper = None
+        super().__init__()
         self._config = config
         self._io = io or FileIO()
         self._lock = FolderLock(self._io, config.path)
@@ -228,26 +202,12 @@ class DiskTier(Tier):
 
     def stats(self) -> DiskStats:
         """Returns what was counted since the tier was opened."""
-        totals, errors, dropped = self._context.counters.snapshot()
-        return DiskStats(
+        return self._context.counters.stats(
             mode="direct" if self._context.direct else "buffered",
-            bytes_written=totals.get("bytes_written", 0),
-            bytes_read=totals.get("bytes_read", 0),
-            useful_bytes=totals.get("useful_bytes", 0),
-            records_written=totals.get("records_written", 0),
-            records_read=totals.get("records_read", 0),
-            records_salvaged=totals.get("records_salvaged", 0),
-            bytes_moved=totals.get("bytes_moved", 0),
-            segments_reused=totals.get("segments_reused", 0),
-            records_recovered=totals.get("records_recovered", 0),
             segments=len(self._catalog.segments()),
-            segments_sealed=totals.get("segments_sealed", 0),
-            segments_dropped=totals.get("segments_dropped", 0),
             used_bytes=self._catalog.used_bytes,
             max_bytes=self._config.max_bytes,
             open_fds=self._context.fds.num_open,
-            errors=errors,
-            dropped=dropped,
         )
 
     def _choose_mode(self) -> bool:

@@ -30,6 +30,7 @@ _SAMPLES_A_STRATUM = 3
 _BAND = 1.5
 _RIDGE = 1e-3
 _ROUNDS = 2
+_MAIN = 1  # index of the main feature, behind the constant
 # So many admissions are remembered, and so few say nothing.
 _ADMISSIONS, _TOO_FEW_ADMISSIONS = 32, 4
 
@@ -44,9 +45,9 @@ class _Stratum:
     rows: deque[Row] = field(default_factory=lambda: deque(maxlen=_SAMPLES_A_STRATUM))
     refused: int = 0  # in a row
 
-    def middle(self, main: int) -> Row:
+    def middle(self) -> Row:
         """The job whose time a unit of the main feature is the median."""
-        ordered = sorted(self.rows, key=lambda row: row[1] / (row[0][main] or 1.0))
+        ordered = sorted(self.rows, key=lambda row: row[1] / (row[0][_MAIN] or 1.0))
         return ordered[(len(ordered) - 1) // 2]
 
 
@@ -54,13 +55,12 @@ class TimeEstimator:
     """Expected seconds of a job from its features. One thread at a time; every call is O(1).
 
     Args:
-        num_features: at most 3; the first is the constant 1.
-        main: index of the feature that explains the times where the others cannot be told from it.
+        num_features: 2 or 3. The first is the constant 1; the second, the main one, explains the
+            times where the third cannot be told from it.
     """
 
-    def __init__(self, num_features: int, main: int) -> None:
+    def __init__(self, num_features: int) -> None:
         self._num = num_features
-        self._main = main
         self._strata: OrderedDict[tuple[int, ...], _Stratum] = OrderedDict()
         self._ratios: deque[float] = deque(maxlen=PACE_WINDOW)
         self._shape: list[float] | None = None  # None: to be fitted
@@ -78,7 +78,7 @@ class TimeEstimator:
             seconds: what it took; jobs of no or unknown duration are ignored.
         """
         x = tuple(features)
-        if not (seconds > 0 and math.isfinite(seconds) and x[self._main] > 0):
+        if not (seconds > 0 and math.isfinite(seconds) and x[_MAIN] > 0):
             return
         self.num_samples += 1
         key = tuple(round(math.log(max(value, 1.0), _STRATUM_BASE)) for value in x[1:])
@@ -108,7 +108,7 @@ class TimeEstimator:
     def largest(self) -> float:
         """The most of the main feature that a job had, of those remembered; 0 before the first."""
         rows = (row for stratum in self._strata.values() for row in stratum.rows)
-        return max((features[self._main] for features, _ in rows), default=0.0)
+        return max((features[_MAIN] for features, _ in rows), default=0.0)
 
     @property
     def coefficients(self) -> list[float] | None:
@@ -127,29 +127,28 @@ class TimeEstimator:
 
     def _fitted(self) -> list[float]:
         if self._shape is None:
-            rows = [stratum.middle(self._main) for stratum in self._strata.values()]
+            rows = [stratum.middle() for stratum in self._strata.values()]
             # A stratum's middle is often the same as before.
             if self._fit is None or self._fit[0] != rows:
-                self._fit = rows, _fit_evenly(rows, self._main)
+                self._fit = rows, _fit_evenly(rows)
             self._shape = self._fit[1]
         return self._shape
 
 
-def _fit_evenly(rows: Sequence[Row], main: int) -> list[float]:
+def _fit_evenly(rows: Sequence[Row]) -> list[float]:
     """Least squares that minds an estimate of twice the time as much as one of half of it.
 
     Relative errors to the measured time alone would favour low estimates.
     """
-    fitted = fit_non_negative(rows, main)
+    fitted = fit_non_negative(rows)
     for _ in range(_ROUNDS):
         weights = [y / max(_dot(fitted, x), 1e-3 * y) for x, y in rows]
-        fitted = fit_non_negative(rows, main, weights=weights)
+        fitted = fit_non_negative(rows, weights=weights)
     return fitted
 
 
 def fit_non_negative(
     rows: Sequence[Row],
-    main: int,
     ridge: float = _RIDGE,
     weights: Sequence[float] | None = None,
 ) -> list[float]:
@@ -161,7 +160,6 @@ def fit_non_negative(
 
     Args:
         rows: features and measured value, both of one row; values above 0.
-        main: index of the main feature.
         ridge: the penalty.
         weights: of the rows; 1 where not given.
 
@@ -182,7 +180,7 @@ def fit_non_negative(
         gram[i][j] = _dot(columns[i], columns[j]) / (norm[i] * norm[j])
     target = [_dot(columns[i], columns[num]) / norm[i] if norm[i] else 0.0 for i in range(num)]
     for i in used:
-        gram[i][i] += 0.0 if i == main else ridge
+        gram[i][i] += 0.0 if i == _MAIN else ridge
     best, best_value = [0.0] * num, math.inf
     for size in range(1, len(used) + 1):
         for subset in itertools.combinations(used, size):
@@ -237,7 +235,7 @@ class PrefillEstimator:
     """
 
     def __init__(self) -> None:
-        self._time = TimeEstimator(3, main=1)
+        self._time = TimeEstimator(3)
 
     def add(self, work: Sequence[tuple[int, int]], seconds: float) -> None:
         """Learns from a batch: (new tokens, tokens before them) of each request."""
@@ -278,7 +276,7 @@ class TransferEstimator:
     """Latency and bandwidth of a tier: `t = latency + bytes / bandwidth`."""
 
     def __init__(self) -> None:
-        self._time = TimeEstimator(2, main=1)
+        self._time = TimeEstimator(2)
 
     def add(self, num_bytes: int, seconds: float) -> None:
         """Learns from one transfer."""

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from bench.core.speed import leave_page_cache
 from bench.faults.tally import check
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.segments.fileio import FileIO, aligned_array
@@ -150,7 +151,7 @@ def _abandon(tier: DiskTier, folder: Path) -> None:
 
 def _open_s(folder: Path, num_pages: int, io: FileIO) -> float:
     for path in folder.rglob("*.hkv"):
-        _leave_page_cache(path)
+        leave_page_cache(path)
     arena = HostArena(16, _SLOT_BYTES)
     started = time.monotonic()
     disk = DiskTier(_config(folder), io=io)
@@ -161,12 +162,3 @@ def _open_s(folder: Path, num_pages: int, io: FileIO) -> float:
     store.close()
     check(found == num_pages, f"opened {found} of {num_pages} pages")
     return seconds
-
-
-def _leave_page_cache(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)

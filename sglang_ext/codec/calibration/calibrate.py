@@ -60,7 +60,6 @@ def profile_from_planes(
     *,
     head_dim: int,
     options: CalibrationOptions | None = None,
-    target_bits: float = _PLAIN_BITS,
     source: str = "KV samples",
 ) -> Profile:
     """A profile from position-free KV alone.
@@ -71,7 +70,6 @@ def profile_from_planes(
         dtype: of the bit patterns, as codecs name it.
         head_dim: D; blocks do not cut heads.
         options: block size, levels.
-        target_bits: bits a value at the default level.
         source: for people.
 
     Raises:
@@ -90,7 +88,7 @@ def profile_from_planes(
         sums.add(rows[start : start + 4096])
     transform = design.transform_of(sums.moments(num_channels))
     samples = rows[:: max(1, len(rows) // num_samples(rows.shape[1]))]
-    step = _step_for_bits(transform, target_bits)
+    step = _step_for_bits(transform, _PLAIN_BITS)
     first = usable(np.concatenate([part[:NUM_SINKS] for part in parts]))
     return design.build_profile(
         transform,

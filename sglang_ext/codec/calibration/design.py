@@ -145,7 +145,6 @@ def build_profile(
     num_levels: int,
     default_level: int,
     raw_tokens: int = 0,
-    min_share: float = MIN_SHARE,
     source: str = "",
 ) -> Profile:
     """A profile from a transform and sample rows [T, S * C] of position-free KV.
@@ -156,7 +155,7 @@ def build_profile(
     b, n = transform.mean.shape
     steps = np.asarray(coarsest_step / float(STEP_RATIO) ** np.arange(num_levels), np.float64)
     flipped = _upright(transform, rows)
-    tables, live = _entropy(flipped, rows, steps, min_share)
+    tables, live = _entropy(flipped, rows, steps)
     return Profile(
         num_planes=b * n // num_channels,
         num_channels=num_channels,
@@ -231,7 +230,7 @@ def _scales(matrices: F64, wanted: F64, max_norm: F64) -> F64:
 
 
 def _entropy(
-    transform: Transform, rows: F32, steps: F64, min_share: float
+    transform: Transform, rows: F32, steps: F64
 ) -> tuple[dict[str, Any], npt.NDArray[np.int32]]:
     """Tables with the classes of all coefficients, and the numbers of live ones."""
     b, n = transform.mean.shape
@@ -242,7 +241,7 @@ def _entropy(
     for block, values in enumerate(coefficients(transform, rows)):
         quotients = [np.rint(values / np.float32(step)) for step in steps]
         for level, q in enumerate(quotients):
-            needed = (q != 0).mean(0) > min_share
+            needed = (q != 0).mean(0) > MIN_SHARE
             needed |= np.abs(values).max(0) > _MAX_DEAD * steps[level]
             live[level, block] = np.flatnonzero(needed)[-1] + 1 if needed.any() else 0
             base[level, block] = histograms(q)

@@ -27,13 +27,13 @@ import numpy as np
 import numpy.typing as npt
 import zstandard
 
-from sglang_ext.codec.base import ChunkShape, Codec, CodecError, KVDtype, PlaneArray, check_planes
+from sglang_ext.codec.base import ChunkShape, CodecError, KVDtype, PlaneArray
 from sglang_ext.codec.coded_symbols import pack_symbols, unpack_symbols
-from sglang_ext.codec.container import Buffer, Section, write_chunk
+from sglang_ext.codec.container import Chunk, Section
 from sglang_ext.codec.lossless import lossless_kernels as kernels
 from sglang_ext.codec.lossless.model import ChannelChoices, RowChoices, choose
 from sglang_ext.codec.lossless.tables import NUM_FAMILIES, table_freqs
-from sglang_ext.codec.none import check_only_level, copy_values, open_only_level
+from sglang_ext.codec.one_level import OneLevelCodec, copy_values
 from sglang_ext.codec.zstd import decompress_exactly
 from sglang_ext.kernels.rans import api as rans
 from sglang_ext.kernels.rans.tables import LANES, RansError, Tables
@@ -45,35 +45,24 @@ _SIDE_LEVEL = 9  # zstd's, for channels and rows
 _I64 = npt.NDArray[np.int64]
 
 
-class LosslessCodec(Codec):
+class LosslessCodec(OneLevelCodec):
     """Bit-exact. `profile` is ignored; `engine` is rANS's, the rest runs in numba."""
 
     codec_id = "lossless"
-    lossy = False
 
     def __init__(self, dtype: KVDtype, *, profile: Any = None, engine: str = "numba"):
         self.dtype = dtype
         self.engine: Any = engine
 
-    def encode(
-        self,
-        planes: PlaneArray,
-        *,
-        level: int | None = None,
-        last_level: int | None = None,
-        raw_tokens: int | None = None,
-    ) -> bytes:
-        """See :meth:`Codec.encode`. All tokens are kept exactly."""
-        shape = check_planes(planes, self.dtype)
-        check_only_level(level, last_level)
-        sections = self._sections(planes)
-        if sum(len(section.data) for section in sections) >= planes.nbytes:
-            sections = [Section(_RAW, 0, planes.reshape(-1).view(np.uint8).data)]
-        return write_chunk(self.codec_id, self.dtype, shape, sections)
+    def sections(self, planes: PlaneArray) -> list[Section]:
+        """What is coded, or the values as they are where that is no gain."""
+        coded = self._coded(planes)
+        if sum(len(section.data) for section in coded) < planes.nbytes:
+            return coded
+        return [Section(_RAW, 0, planes.reshape(-1).view(np.uint8).data)]
 
-    def decode(self, data: Buffer, out: PlaneArray, *, level: int | None = None) -> None:
-        """See :meth:`Codec.decode`."""
-        chunk = open_only_level(data, out, self, level)
+    def fill(self, chunk: Chunk, out: PlaneArray) -> None:
+        """See :meth:`OneLevelCodec.fill`."""
         if chunk.header.sections[0].kind == _RAW:
             copy_values(chunk.section(_RAW, 0), out)
             return
@@ -90,7 +79,7 @@ class LosslessCodec(Codec):
         if not (0 <= low[1] - used[0] < 8 and 0 <= rare[1] - used[1] < 8):
             raise CodecError("the low bits of a lossless chunk do not fit its symbols")
 
-    def _sections(self, planes: PlaneArray) -> list[Section]:
+    def _coded(self, planes: PlaneArray) -> list[Section]:
         channels, rows = choose(planes, self.dtype)
         tables = self._tables(channels, rows, planes.size)
         symbols = np.zeros(tables.shape, np.uint8)

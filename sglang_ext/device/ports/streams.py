@@ -54,3 +54,14 @@ class Streams:
         self.states = port.new_stream(used)
         self.gathers, self.sends = port.new_stream(used), port.new_stream(used)
         self._are_taken = True
+
+    def behind_writers(self) -> list[Any]:
+        """Events after which rows are as the scheduler, whose thread this is, has had them written.
+
+        The first is of its current stream, which has computed which rows they are. The second, if
+        there is one, is of the forwards' stream, which may be writing them.
+        """
+        current = self._port.current_stream()
+        self.take(current)
+        writers = (current,) if self.forwards is None else (current, self.forwards)
+        return [self._port.record(stream) for stream in writers]

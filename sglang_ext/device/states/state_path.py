@@ -70,14 +70,7 @@ class StateSavePath(_StatePath):
 
     def ready_events(self) -> list[Any]:
         """See `SavePath.ready_events`."""
-        port = self._port
-        if not port.brings_pages:
-            return []
-        writers = [port.current_stream()]
-        self._streams.take(*writers)
-        if self._streams.forwards is not None:
-            writers.append(self._streams.forwards)
-        return [port.record(stream) for stream in writers]
+        return self._streams.behind_writers() if self._port.brings_pages else []
 
     def enter_thread(self) -> None:
         """See `SavePath.enter_thread`."""

@@ -19,8 +19,8 @@ from sglang_ext.provenance.request_state import EXACT_PARAM
 from sglang_ext.seam.hooks.answers import note_cut
 from sglang_ext.seam.hooks.body_bound import BodyBound
 from sglang_ext.seam.hooks.early_aborts import went_to_thread
-from sglang_ext.truncation.policy import PARAM as TRUNCATION_PARAM
-from sglang_ext.truncation.policy import (
+from sglang_ext.truncation.modes import PARAM as TRUNCATION_PARAM
+from sglang_ext.truncation.modes import (
     STATED,
     check_length,
     cuts_overflow,

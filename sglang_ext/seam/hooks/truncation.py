@@ -17,7 +17,7 @@ from sglang_ext.seam.page_hash import page_hasher
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.truncation.cut import DEFAULT_HEAD_TOKENS, CutRefusedError
 from sglang_ext.truncation.lineage import CutLineage, attach_lineage, lineage_of
-from sglang_ext.truncation.policy import why_not_cut
+from sglang_ext.truncation.modes import why_not_cut
 from sglang_ext.truncation.truncator import Truncator, may_cut, note_why_not_cut
 
 logger = logging.getLogger(__name__)

@@ -37,6 +37,48 @@ def cached(found: Sequence[Any]) -> list[int]:
     return [int(answer["meta_info"]["cached_tokens"]) for answer in found]
 
 
+def two_chats(shared: int, told: int, num_turns: int = 3) -> list[list[list[int]]]:
+    """What is said in each turn of two chats.
+
+    Args:
+        shared: tokens that both begin with.
+        told: tokens of each turn.
+        num_turns: of each chat.
+    """
+    (head,) = real_prompts([shared], seed=5)
+    texts = list(real_prompts([told] * 2 * num_turns, seed=6))
+    turns = [texts[chat * num_turns : (chat + 1) * num_turns] for chat in range(2)]
+    return [[[*head, *first], *others] for first, *others in turns]
+
+
+def talk(
+    server: Server,
+    chats: Sequence[Sequence[Sequence[int]]],
+    after_turn: Callable[[], None],
+    num_tokens: int,
+    **fields: Any,
+) -> list[Any]:
+    """A turn of each chat at a time; a prompt is what was said before, and more.
+
+    Args:
+        server: who answers.
+        chats: what is said in each turn.
+        after_turn: called behind each turn.
+        num_tokens: of an answer.
+        fields: of all requests.
+    """
+    told: list[list[int]] = [[] for _ in chats]
+    out = []
+    for turn in zip(*chats, strict=True):
+        for prompt, text in zip(told, turn, strict=True):
+            prompt += text
+            answer = ask(server, prompt, num_tokens, **fields)
+            prompt += answer["output_ids"]
+            out.append(answer)
+        after_turn()
+    return out
+
+
 def drop_device(server: Server) -> None:
     """Leaves nothing on the device, and all that was computed in a tier."""
     settled(server)

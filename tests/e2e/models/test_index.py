@@ -9,7 +9,6 @@ By default one rank; the long form has two, which test_latent_attention_dp.py ha
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -31,9 +30,9 @@ from testkit.hybrids.index_model import (
 from testkit.rank_requests import ENVIRONMENT
 from testkit.requests import flush_device
 from testkit.server import Server
-from tests.e2e.hier_server import GIB, ask, real_prompts, settled, state
+from tests.e2e.hier_server import GIB, real_prompts, settled, state
 from tests.e2e.models import hybrid_answers
-from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
+from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, talk, two_chats, values
 from tests.e2e.remote.test_remote import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -43,7 +42,7 @@ PAGE = 64
 LENGTHS = [40, 130, 5 * PAGE, 700]  # of one the last page is restored behind its prefill
 REUSABLE = sum(length // PAGE for length in LENGTHS)
 FEWEST = (REUSABLE - len(LENGTHS)) * PAGE  # tokens of them that are reused
-TURNS, TURN, ANSWER = 2, 164, 10  # a first turn's answer ends its last page
+ANSWER = 10
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
 BASE += ["--max-total-tokens", "8192", "--enable-hier-kv"]
@@ -70,22 +69,6 @@ def make_server(
     return Server(
         every, model=folder / "model", log_path=log, env=env, stop="kill", start_timeout_s=300
     )
-
-
-def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[dict[str, object]]:
-    """A turn of each of two chats at a time, which begin alike; nobody else reuses them."""
-    (shared,) = real_prompts([3 * PAGE + 20], seed=5)
-    texts = list(real_prompts([TURN] * 2 * TURNS, seed=6))
-    told = [list(shared), list(shared)]
-    out = []
-    for turn in range(TURNS):
-        for chat, prompt in enumerate(told):
-            prompt += texts[chat * TURNS + turn]
-            answer = ask(server, prompt, ANSWER, cache_salt=salt)
-            prompt += answer["output_ids"]
-            out.append(answer)
-        after_turn()
-    return out
 
 
 def clear_index_rows(store: Path, layout: PageLayout) -> int:
@@ -120,8 +103,10 @@ def test_hits_from_every_tier_are_those_of_the_device_and_need_their_index_rows(
         assert cached(first) == [0] * len(LENGTHS)
         drop_device(server)
         check_hits(answers(server, prompts), repeat, "host", above=FEWEST)
-        on_device = talk(server, "device", lambda: None)
-        restored = talk(server, "tiers", lambda: drop_device(server))
+        # A first turn's answer ends its last page.
+        chats = two_chats(3 * PAGE + 20, 164, 2)
+        on_device = talk(server, chats, lambda: None, ANSWER, cache_salt="device")
+        restored = talk(server, chats, lambda: drop_device(server), ANSWER, cache_salt="tiers")
         assert sum(cached(restored)) >= 0.95 * sum(cached(on_device))
         for ours, theirs in zip(restored, on_device, strict=True):
             assert ours["output_ids"] == theirs["output_ids"]

@@ -46,14 +46,22 @@ from testkit.hybrids.step_model import NUM_FULL_LAYERS as NUM_FULL_STEP_LAYERS
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import GIB, ask, connected, real_prompts, settled, tokens_and_logprobs
-from tests.e2e.models.hybrid_answers import Computed, answers, cached, check_hits, drop_device
+from tests.e2e.hier_server import GIB, connected, real_prompts, settled, tokens_and_logprobs
+from tests.e2e.models.hybrid_answers import (
+    Computed,
+    answers,
+    cached,
+    check_hits,
+    drop_device,
+    talk,
+    two_chats,
+)
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 PAGE, HEADER_BYTES = 64, 4096
 LENGTHS = [40, 130, 320, 702, 1000]  # the answer to one fills its page
-TURNS = 3
+ANSWER = 3
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
 BASE += ["--enable-hier-kv", "--hier-kv-prefetch-policy", "timeout"]
@@ -199,29 +207,6 @@ def server_of(kind: Kind, model: Path, folder: Path, *, host_pages: int) -> Serv
     return Server(args, model=model, log_path=log, env=kind.env, stop="kill", start_timeout_s=300)
 
 
-def talk(server: Server, salt: str, after_turn: Callable[[], None]) -> list[Any]:
-    """A turn of each of two chats at a time, which begin alike; nobody else reuses them.
-
-    Args:
-        server: who answers.
-        salt: of the prompts.
-        after_turn: called behind each turn.
-    """
-    (shared,) = real_prompts([3 * PAGE + 20], seed=5)
-    # The first answers fill a page, with a token that is not the last one.
-    texts = list(real_prompts([171] * 2 * TURNS, seed=6))
-    told = [list(shared), list(shared)]
-    out = []
-    for turn in range(TURNS):
-        for chat, prompt in enumerate(told):
-            prompt += texts[chat * TURNS + turn]
-            answer = ask(server, prompt, cache_salt=salt)
-            prompt += answer["output_ids"]
-            out.append(answer)
-        after_turn()
-    return out
-
-
 @pytest.mark.sampled("gpt-oss", "chunks", "two-shapes-mimo", "states-beside-latent-rows-in-fp8")
 @pytest.mark.parametrize("name", KINDS)
 def test_a_hit_from_every_tier_is_what_the_device_would_have_given(
@@ -237,8 +222,10 @@ def test_a_hit_from_every_tier_is_what_the_device_would_have_given(
         assert cached(first) == [0] * len(LENGTHS)
         drop_device(server)
         check_hits(answers(server, prompts), repeat, "host", above=30 * PAGE)
-        on_device = talk(server, "device", lambda: None)
-        restored = talk(server, "tiers", lambda: drop_device(server))
+        # The first answers fill a page, with a token that is not the last one.
+        chats = two_chats(3 * PAGE + 20, 171)
+        on_device = talk(server, chats, lambda: None, ANSWER, cache_salt="device")
+        restored = talk(server, chats, lambda: drop_device(server), ANSWER, cache_salt="tiers")
         settled(server)
     ours, theirs = sum(cached(restored)), sum(cached(on_device))
     assert ours >= 0.95 * theirs, (cached(restored), cached(on_device))

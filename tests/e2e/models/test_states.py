@@ -11,7 +11,7 @@ for by many at once; the long form has all.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,6 @@ from testkit.hybrids.state_model import STATE_MODELS, StateModel, write_state_mo
 from testkit.server import Server
 from tests.e2e.hier_server import (
     GIB,
-    ask,
     by_tier,
     real_prompts,
     settled,
@@ -39,6 +38,8 @@ from tests.e2e.models.hybrid_answers import (
     check_hits,
     drop_device,
     longest_first,
+    talk,
+    two_chats,
     values,
 )
 
@@ -52,7 +53,7 @@ PAGE = 64
 CHUNK = 256
 HEADER_BYTES = 4096  # of a slot, its tail included
 HOST_PAGES = 400
-TURNS = 3
+ANSWER = 10  # tokens, in a chat
 LENGTHS = [40, 130, 333, 702, 1290]
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", str(CHUNK), "--max-running-requests", "6"]
@@ -88,10 +89,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 @pytest.fixture(scope="module")
 def chats() -> list[list[list[int]]]:
     """What is said in each turn of two chats, which begin alike."""
-    (shared,) = real_prompts([5 * PAGE + 20], seed=5)
-    texts = list(real_prompts([170] * 2 * TURNS, seed=6))  # the first answers fill a page
-    turns = [texts[chat * TURNS : (chat + 1) * TURNS] for chat in range(2)]
-    return [[[*shared, *first], *others] for first, *others in turns]
+    return two_chats(5 * PAGE + 20, 170)  # the first answers fill a page
 
 
 @pytest.fixture(scope="module")
@@ -170,7 +168,7 @@ def plain(
 ) -> Plain:
     with server_of(case, tmp_path_factory.mktemp("plain"), pool=32768) as server:
         first, repeat = answers(server, prompts), answers(server, prompts)
-        return Plain(first, repeat, talk(server, chats, after_turn=lambda: None))
+        return Plain(first, repeat, talk(server, chats, lambda: None, ANSWER))
 
 
 @dataclass(frozen=True)
@@ -208,20 +206,6 @@ def restarted(case: Case, earlier: Earlier) -> Iterator[Server]:
         yield server
 
 
-def talk(server: Server, chats: list[list[list[int]]], after_turn: Callable[[], None]) -> list[Any]:
-    """A turn of each chat at a time; a prompt is what was said before, and more."""
-    told: list[list[int]] = [[] for _ in chats]
-    out = []
-    for turn in range(TURNS):
-        for chat, texts in enumerate(chats):
-            told[chat] += texts[turn]
-            answer = ask(server, told[chat], 10)
-            told[chat] += answer["output_ids"]
-            out.append(answer)
-        after_turn()
-    return out
-
-
 def test_the_engine_computes_states_as_transformers_does(
     case: Case, prompts: list[list[int]], plain: Plain, by_transformers: Transformers
 ) -> None:
@@ -257,7 +241,7 @@ def test_a_hit_from_disk_after_a_restart_is_what_the_device_would_have_given(
     restarted: Server,
 ) -> None:
     check_hits(answers(restarted, prompts), plain.repeat, "disk")
-    talks = talk(restarted, chats, after_turn=lambda: drop_device(restarted))
+    talks = talk(restarted, chats, lambda: drop_device(restarted), ANSWER)
     ours, theirs = sum(cached(talks)), sum(cached(plain.talks))
     print(f"chats: {ours} of {theirs} tokens that the device would have reused")
     assert ours >= 0.95 * theirs

@@ -36,6 +36,8 @@ from tests.e2e.models.hybrid_answers import (
     cached,
     check_hits,
     drop_device,
+    talk,
+    two_chats,
     values,
 )
 
@@ -46,7 +48,7 @@ SLOT_BYTES = 36_864  # a page of two layers of the window model, with its header
 FULL_LAYERS = PATTERN.count(0)
 WINDOW_GROUPS = -(-PATTERN.count(1) // FULL_LAYERS)
 WINDOW_PAGES = -(-(WINDOW - 1) // PAGE)
-TURNS = 3
+ANSWER = 10  # tokens, in a chat
 LENGTHS = [40, 128, 192, 333, 702, 1280]  # the answer to one fills its page
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", "256"]
@@ -62,10 +64,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def chats() -> list[list[list[int]]]:
     """What is said in each turn of two chats, which begin alike."""
-    (shared,) = real_prompts([5 * PAGE + 20], seed=5)
-    texts = list(real_prompts([170] * 2 * TURNS, seed=6))
-    turns = [texts[chat * TURNS : (chat + 1) * TURNS] for chat in range(2)]
-    return [[[*shared, *first], *others] for first, *others in turns]
+    return two_chats(5 * PAGE + 20, 170)
 
 
 def server_of(
@@ -104,22 +103,8 @@ def plain(
     prompts = list(real_prompts(LENGTHS, seed=3))
     with server_of(model, tmp_path_factory.mktemp("plain"), pool=32768) as server:
         first, repeat = answers(server, prompts), answers(server, prompts)
-        talks = talk(server, chats, after_turn=lambda: None)
+        talks = talk(server, chats, lambda: None, ANSWER)
     return {"prompts": prompts, "first": first, "repeat": repeat, "talks": talks}
-
-
-def talk(server: Server, chats: list[list[list[int]]], after_turn: Any) -> list[Any]:
-    """A turn of each chat at a time; a prompt is what was said before, and more."""
-    told: list[list[int]] = [[] for _ in chats]
-    out = []
-    for turn in range(TURNS):
-        for chat, texts in enumerate(chats):
-            told[chat] += texts[turn]
-            answer = ask(server, told[chat], 10)
-            told[chat] += answer["output_ids"]
-            out.append(answer)
-        after_turn()
-    return out
 
 
 def test_the_engine_computes_windows_as_transformers_does(
@@ -153,7 +138,7 @@ def test_a_hit_is_what_the_device_would_have_given_from_every_tier(
     # Another one, after a kill -9, with a tenth of the room.
     with server_of(model, tmp_path, *codec, pool=8192, host_pages=60) as server:
         check_hits(answers(server, prompts), plain["repeat"], "disk")
-        talks = talk(server, chats, after_turn=lambda: drop_device(server))
+        talks = talk(server, chats, lambda: drop_device(server), ANSWER)
         # What earlier turns needed of window layers is the first to leave this little room.
         assert settled(server)["host"]["superseded_pages"] > 0
     ours, theirs = sum(cached(talks)), sum(cached(plain["talks"]))

@@ -287,6 +287,34 @@ ASSERTED_OF_STATES = {
     "a backend": (["--linear-attn-backend", "helion"], "no_buffer only supports page_size=1"),
 }
 
+TAKEN = [
+    *(f"windows: {name}" for name in WINDOW_FLAGS),
+    *(f"drafts: {name}" for name in ("taken", "taken: its own layer")),
+    *(f"states: {name}" for name in STATES),
+]
+# What the sentence of each has to say. Rows of drafts are looked at before weights load; of what
+# SGLang only asserts a sentence is made.
+NOT_TRIED: dict[str, list[str]] = {
+    f"{kind}: {name}": said
+    for kind, cases in {
+        "windows": {
+            name: [f"{expected} with sliding-window layers", "--disable-hybrid-swa-memory"]
+            for name, (_, expected) in NO_WINDOWS.items()
+        },
+        "drafts": {name: said for name, (_, _, said) in OTHER_ROWS.items()}
+        | {
+            name: [f"{expected} with --speculative-algorithm EAGLE", "leave --speculative"]
+            for name, (_, expected) in NO_DRAFTS.items()
+        },
+        "states": {
+            name: [f"{expected} with layers that have a state", "start this model without"]
+            for name, (_, expected) in NO_STATES.items()
+        }
+        | {name: [asserted, "leave --mamba"] for name, (_, asserted) in ASSERTED_OF_STATES.items()},
+    }.items()
+    for name, said in cases.items()
+}
+
 # The text's part of a configuration with images.
 INNER: dict[str, Any] = {
     "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "head_dim": 32,
@@ -521,31 +549,14 @@ def test_a_model_is_refused_before_its_weights_load(
     assert result["stderr"].endswith("start this model without --enable-hier-kv.")
 
 
-@pytest.mark.parametrize("name", WINDOW_FLAGS)
-def test_windows_are_taken(parsed: Parsed, name: str) -> None:
-    assert parsed[f"windows: {name}"].get("hier_kv"), parsed[f"windows: {name}"]
+@pytest.mark.parametrize("name", TAKEN)
+def test_what_was_tried_is_taken(parsed: Parsed, name: str) -> None:
+    assert parsed[name].get("hier_kv"), parsed[name]
 
 
-@pytest.mark.parametrize("name", NO_WINDOWS)
-def test_what_windows_were_not_tried_with_is_refused(
-    parsed: Parsed, folder: Path, name: str
-) -> None:
-    result = parsed[f"windows: {name}"]
-    expected = [f"{NO_WINDOWS[name][1]} with sliding-window layers", "--disable-hybrid-swa-memory"]
-    assert_refused(result, expected, folder)
-
-
-@pytest.mark.parametrize("name", ["taken", "taken: its own layer"])
-def test_drafts_are_taken(parsed: Parsed, name: str) -> None:
-    assert parsed[f"drafts: {name}"].get("hier_kv"), parsed[f"drafts: {name}"]
-
-
-@pytest.mark.parametrize("name", OTHER_ROWS)
-def test_drafts_with_other_rows_are_refused_before_weights_load(
-    parsed: Parsed, folder: Path, name: str
-) -> None:
-    result = parsed[f"drafts: {name}"]
-    assert_refused(result, OTHER_ROWS[name][2], folder)
+@pytest.mark.parametrize("name", NOT_TRIED)
+def test_what_was_not_tried_is_refused(parsed: Parsed, folder: Path, name: str) -> None:
+    assert_refused(parsed[name], NOT_TRIED[name], folder)
 
 
 def test_k_and_v_head_by_head_are_refused_where_sglang_keeps_them_so(
@@ -555,37 +566,6 @@ def test_k_and_v_head_by_head_are_refused_where_sglang_keeps_them_so(
     expected = ["side by side (NHD)", "got SGLANG_USE_HND_KVCACHE=1", "unset that variable"]
     assert_refused(result, expected, folder)
     assert parsed["head by head: latent rows"].get("hier_kv")
-
-
-@pytest.mark.parametrize("name", NO_DRAFTS)
-def test_what_drafts_were_not_tried_with_is_refused(
-    parsed: Parsed, folder: Path, name: str
-) -> None:
-    result = parsed[f"drafts: {name}"]
-    expected = [f"{NO_DRAFTS[name][1]} with --speculative-algorithm EAGLE", "leave --speculative"]
-    assert_refused(result, expected, folder)
-
-
-@pytest.mark.parametrize("name", STATES)
-def test_states_are_taken(parsed: Parsed, name: str) -> None:
-    assert parsed[f"states: {name}"].get("hier_kv"), parsed[f"states: {name}"]
-
-
-@pytest.mark.parametrize("name", NO_STATES)
-def test_what_states_were_not_tried_with_is_refused(
-    parsed: Parsed, folder: Path, name: str
-) -> None:
-    result = parsed[f"states: {name}"]
-    expected = [f"{NO_STATES[name][1]} with layers that have a state", "start this model without"]
-    assert_refused(result, expected, folder)
-
-
-@pytest.mark.parametrize("name", ASSERTED_OF_STATES)
-def test_what_sglang_only_asserts_is_told_in_a_sentence(
-    parsed: Parsed, folder: Path, name: str
-) -> None:
-    result = parsed[f"states: {name}"]
-    assert_refused(result, [ASSERTED_OF_STATES[name][1], "leave --mamba"], folder)
 
 
 @pytest.mark.parametrize("name", FLAG_ALONE)

@@ -78,7 +78,7 @@ def copies_not_awaited(patch: pytest.MonkeyPatch) -> None:
     def bring(self: LoadPath, *args: Any) -> Any:
         wait = self._port.wait
         self._port.wait = lambda stream, event: (  # type: ignore[method-assign]
-            None if stream is self._scatters else wait(stream, event)
+            None if stream is self._streams.scatters else wait(stream, event)
         )
         try:
             return real(self, *args)
@@ -105,7 +105,7 @@ def buffer_freed_by_the_copy(patch: pytest.MonkeyPatch) -> None:
     def bring(self: LoadPath, ring: Ring, *args: Any) -> Any:
         for buffer in ring._buffers:
             if buffer.free is not None:
-                buffer.free = self._port.record(self._copies)
+                buffer.free = self._port.record(self._streams.copies)
         return real(self, ring, *args)
 
     patch.setattr(LoadPath, "_bring", bring)
@@ -119,7 +119,7 @@ def layer_event_of_the_copies(patch: pytest.MonkeyPatch) -> None:
     real = LoadPath.queue
 
     def queue(self: LoadPath, loads: Any, fence: Fence, on_layer: Any) -> Any:
-        return real(self, loads, fence, lambda _: on_layer(self._port.record(self._copies)))
+        return real(self, loads, fence, lambda _: on_layer(self._port.record(self._streams.copies)))
 
     patch.setattr(LoadPath, "queue", queue)
 
@@ -199,9 +199,9 @@ def indices_written_over_those_in_use(patch: pytest.MonkeyPatch) -> None:
         indices, port = self._indices, self._port
 
         def elsewhere(parts: Any) -> Any:
-            with port.on(self._copies):
+            with port.on(self._streams.copies):
                 made = place(indices, parts)
-            port.wait(self._scatters, port.record(self._copies))
+            port.wait(self._streams.scatters, port.record(self._streams.copies))
             return made
 
         indices.place = elsewhere  # type: ignore[method-assign]
@@ -216,7 +216,7 @@ def saves_not_awaited(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def saving(self: SavePath, events: list[Any]) -> Iterator[None]:
         for event in events:
-            self._port.wait(self._gathers, event)
+            self._port.wait(self._streams.gathers, event)
         yield
 
     real = SavePath.save
@@ -237,9 +237,9 @@ def failed_saves_not_awaited(patch: pytest.MonkeyPatch) -> None:
     @contextmanager
     def saving(self: SavePath, events: list[Any]) -> Iterator[None]:
         for event in events:
-            self._port.wait(self._gathers, event)
+            self._port.wait(self._streams.gathers, event)
         yield
-        self._port.synchronize(self._port.record(self._sends))
+        self._port.synchronize(self._port.record(self._streams.sends))
 
     patch.setattr(SavePath, "saving", saving)
 
@@ -258,15 +258,15 @@ def forward_not_awaited_by_saves(patch: pytest.MonkeyPatch) -> None:
 def failed_copies_not_awaited(patch: pytest.MonkeyPatch) -> None:
     def behind_queued(self: LoadPath, after: Any = None) -> Any:
         if after is not None:
-            self._port.wait(self._scatters, after)
-        return self._port.record(self._scatters)
+            self._port.wait(self._streams.scatters, after)
+        return self._port.record(self._streams.scatters)
 
     patch.setattr(LoadPath, "behind_queued", behind_queued)
 
 
 def sent_before_it_was_laid_out(patch: pytest.MonkeyPatch) -> None:
     def send(self: SavePath, part: Any, pages: Any, span: slice) -> None:
-        with self._port.on(self._sends):
+        with self._port.on(self._streams.sends):
             self._port.send(self._copier.slots, part.page_slots, span, pages)
 
     patch.setattr(SavePath, "_send", send)

@@ -17,6 +17,7 @@ from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.records.record import VerifyResult
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 from tests.tiers import tier_pages
+from tests.tiers.protection_cases import KEY
 from tests.tiers.tier_pages import NAMESPACE, OTHER_NAMESPACE, PACKED_SLOT_BYTES, SLOT_BYTES
 
 LABEL = {"model": "tiny", "rope": "pre"}
@@ -114,6 +115,14 @@ def write_with_link(folder: Path) -> tuple[Path, Path]:
     shutil.rmtree(other)
     other.symlink_to(outside / other.name)
     return folder / NAMESPACE.hex()[:16], outside
+
+
+def with_key(folder: Path, key: bytes = KEY) -> list[object]:
+    """Arguments that give a key, which is written to the folder."""
+    path = folder / "key"
+    path.touch(0o600)
+    path.write_text(key.hex())
+    return ["--key-file", path]
 
 
 def listing(folder: Path) -> dict[str, bytes]:

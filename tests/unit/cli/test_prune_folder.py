@@ -13,7 +13,7 @@ from sglang_ext.tiers.disk.offline import removal
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.disk.segments.sealing import write_footer
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
-from tests.tiers.protection_cases import KEY, OTHER_KEY, seals
+from tests.tiers.protection_cases import OTHER_KEY, seals
 from tests.tiers.tier_pages import NAMESPACE, OTHER_NAMESPACE, SLOT_BYTES, store
 from tests.unit.cli.disk_folder import (
     PER_SEGMENT,
@@ -28,6 +28,7 @@ from tests.unit.cli.disk_folder import (
     run,
     run_json,
     segment_of,
+    with_key,
     write_folder,
     write_with_link,
 )
@@ -40,13 +41,6 @@ OLD_S = 1_000_000_000
 
 class Killed(BaseException):
     """Ends the command where it is."""
-
-
-def with_key(folder: Path, key: bytes = KEY) -> list[object]:
-    path = folder / "key"
-    path.touch(0o600)
-    path.write_text(key.hex())
-    return ["--key-file", path]
 
 
 def test_without_a_choice_nothing_is_removed(tmp_path: Path, capsys: Capture) -> None:

@@ -28,7 +28,7 @@ from tests.tiers.remote.remote_cases import (
     open_store,
     read,
 )
-from tests.unit.cli.disk_folder import listing, refusal, run, run_json
+from tests.unit.cli.disk_folder import listing, refusal, run, run_json, with_key
 
 Capture = pytest.CaptureFixture[str]
 ITEMS = [
@@ -124,13 +124,6 @@ def test_sound_records_are_sound(url: str, tmp_path: Path, capsys: Capture, mode
         status, facts = run_json(capsys, "verify", url, *with_key(tmp_path, OTHER_KEY))
         assert (status, facts["unauthentic"]) == (1, 18)
         assert {bad["reason"] for bad in facts["bad"]} == {"unknown_key"}
-
-
-def with_key(folder: Path, key: bytes) -> list[object]:
-    path = folder / "key"
-    path.touch(0o600)
-    path.write_text(key.hex())
-    return ["--key-file", path]
 
 
 @pytest.mark.sampled("redis", "file")

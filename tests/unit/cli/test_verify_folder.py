@@ -20,19 +20,13 @@ from tests.unit.cli.disk_folder import (
     run,
     run_json,
     segment_of,
+    with_key,
     write_folder,
 )
 
 Capture = pytest.CaptureFixture[str]
 LAYOUTS = pytest.mark.parametrize("packed", [False, True], ids=["slots", "packed"])
 MODES = pytest.mark.parametrize("mode", ["tag", "encrypt"])
-
-
-def key_file(folder: Path, key: bytes) -> Path:
-    path = folder / "key"
-    path.touch(0o600)
-    path.write_text(key.hex())
-    return path
 
 
 @LAYOUTS
@@ -84,25 +78,25 @@ def test_tags_are_proved_with_the_key(
 ) -> None:
     folder = tmp_path / "disk"
     places = write_folder(folder, seals(mode), packed=packed)
-    key = key_file(tmp_path, KEY)
-    status, facts = run_json(capsys, "verify", folder, "--key-file", key)
+    key = with_key(tmp_path, KEY)
+    status, facts = run_json(capsys, "verify", folder, *key)
     assert (status, facts["sound"]) == (0, 22)
     status, facts = run_json(capsys, "verify", folder)
     assert (status, facts["sound"], facts["unreadable"]) == (1, 0, 22)
     assert {bad["reason"] for bad in facts["bad"]} == {"protected"}
     damage(folder, places[5], at=520)
-    status, facts = run_json(capsys, "verify", folder, "--key-file", key)
+    status, facts = run_json(capsys, "verify", folder, *key)
     assert (status, facts["sound"], facts["unauthentic"]) == (1, 21, 1)
-    key = key_file(tmp_path, OTHER_KEY)
-    status, facts = run_json(capsys, "verify", folder, "--key-file", key)
+    key = with_key(tmp_path, OTHER_KEY)
+    status, facts = run_json(capsys, "verify", folder, *key)
     assert (status, facts["sound"], facts["unauthentic"]) == (1, 0, 22)
     assert {bad["reason"] for bad in facts["bad"]} == {"unknown_key"}
 
 
 def test_with_a_key_what_has_no_tag_is_not_authentic(tmp_path: Path, capsys: Capture) -> None:
     write_folder(tmp_path / "disk")
-    key = key_file(tmp_path, KEY)
-    status, facts = run_json(capsys, "verify", tmp_path / "disk", "--key-file", key)
+    key = with_key(tmp_path, KEY)
+    status, facts = run_json(capsys, "verify", tmp_path / "disk", *key)
     assert (status, facts["unauthentic"]) == (1, 22)
     assert {bad["reason"] for bad in facts["bad"]} == {"unprotected"}
 
@@ -168,5 +162,5 @@ def test_files_that_cannot_be_believed_are_unreadable(tmp_path: Path, capsys: Ca
 def test_what_cannot_be_verified_is_refused(tmp_path: Path, capsys: Capture) -> None:
     assert "no folder of a disk tier" in refusal(capsys, "verify", tmp_path)
     write_folder(tmp_path / "disk")
-    key = key_file(tmp_path, KEY[:4])
-    assert "at least 32 bytes" in refusal(capsys, "verify", tmp_path / "disk", "--key-file", key)
+    key = with_key(tmp_path, KEY[:4])
+    assert "at least 32 bytes" in refusal(capsys, "verify", tmp_path / "disk", *key)

@@ -105,9 +105,10 @@ class _Handler(BaseHTTPRequestHandler):
         return bool(peer.ends_after) and len(peer.prompts()) > peer.ends_after
 
     def _say(self, status: int, content: Any) -> None:
-        self.send_response(status)
-        self.end_headers()
-        self.wfile.write(json.dumps(content).encode())
+        with contextlib.suppress(ConnectionError):  # who asked has given up
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(json.dumps(content).encode())
 
     def log_message(self, *_: Any) -> None: ...
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.property.worlds.taint_world import PAGE, Request, World
+from tests.property.worlds.scheduled_world import PAGE, Request
+from tests.property.worlds.taint_world import World
 
 NUM_PAGES = 4
 

@@ -153,7 +153,7 @@ def test_durations_that_mean_nothing_are_ignored() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    estimator = TimeEstimator(3, main=1)
+    estimator = TimeEstimator(3)
     rng = random.Random(1)
     for _ in range(2_000):
         estimator.add((1.0, 4 ** rng.uniform(0, 20), 4 ** rng.uniform(0, 40)), rng.random())
@@ -167,7 +167,7 @@ def test_the_fit_is_the_best_of_all_non_negative_ones() -> None:
         rows: list[Row] = [
             ((1.0, rng.random(), rng.random()), 0.1 + rng.random()) for _ in range(6)
         ]
-        found = fit_non_negative(rows, main=1, ridge=0.0)
+        found = fit_non_negative(rows, ridge=0.0)
         assert min(found) >= 0
 
         def loss(c: list[float], rows: Sequence[Row] = rows) -> float:
@@ -180,7 +180,7 @@ def test_the_fit_is_the_best_of_all_non_negative_ones() -> None:
 
 
 def test_equal_jobs_say_nothing_of_the_constant() -> None:
-    a, b, c = fit_non_negative([((1.0, 1000.0, 5e5), 0.5)] * 4, main=1)
+    a, b, c = fit_non_negative([((1.0, 1000.0, 5e5), 0.5)] * 4)
     assert b == pytest.approx(5e-4, rel=0.01)
     assert a < 0.01
     assert c * 5e5 < 0.01

@@ -22,7 +22,7 @@ from sglang_ext.truncation.lineage import (
     names_of,
     quote_name,
 )
-from sglang_ext.truncation.policy import STATED, mode_of, why_not_cut
+from sglang_ext.truncation.modes import STATED, mode_of, why_not_cut
 from sglang_ext.truncation.quotes import StoredRun, StoredText
 from sglang_ext.truncation.secret import lineage_secret
 

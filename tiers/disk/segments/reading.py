@@ -56,7 +56,7 @@ def _num_blocks(segment: Segment | None, request: ReadRequest) -> int:
     first, a record begins at the first block of a slot; in the second, at any block before the end
     of the last record. Where no record begins, the bytes that are read fail their checks.
     """
-    if segment is None or not usable_slot(request.out, segment.slot_bytes, writable=True):
+    if segment is None or not usable_slot(request.out, segment.slot_bytes):
         return 0
     block, slot_blocks = request.location[1], segment.slot_bytes // BLOCK_BYTES
     if not 1 <= block < segment.end_block:

@@ -118,7 +118,7 @@ class Writer:
         rows = [
             row
             for row, slot in enumerate(slots)
-            if usable_slot(slot, namespace.slot_bytes, writable=True, packed=namespace.packed)
+            if usable_slot(slot, namespace.slot_bytes, packed=namespace.packed)
         ]
         if len(rows) < len(slots):
             self._context.counters.drop("malformed", len(slots) - len(rows))
