@@ -257,19 +257,48 @@ def test_beside_a_disk_smaller_than_dram_each_page_counts_once_as_new(
     assert done.counters["written_pages"] - again <= done.new
 
 
-def test_a_cleared_disk_takes_what_comes(make: Make) -> None:
+@pytest.mark.parametrize("policy", ["write_through", "write_back", "auto"])
+def test_a_cleared_disk_takes_what_comes(make: Make, policy: str) -> None:
     """It chose while it was full of pages that somebody waited for; it has room now."""
-    rig, _ = _full(make, "write_through")
+    rig, _ = _full(make, policy)
     rig.store.clear()
     rig.until(lambda: not rig.store.stats()["clears_pending"])
-    for number in range(5):
-        chat = pages(f"waited-{number}-", CHAT_PAGES)
+    before = rig.count("not_admitted_pages"), rig.count("lost_pages")
+    waited = [pages(f"waited-{number}-", CHAT_PAGES) for number in range(5)]
+    for chat in waited:
         _save(rig, chat)
+    others: list[np.ndarray] = []
+    while sum(map(rig.on_disk, waited)) < 5 * CHAT_PAGES:
+        others.append(pages(f"other-{len(others)}-", CHAT_PAGES))
+        _save(rig, others[-1])
+        assert (rig.count("not_admitted_pages"), rig.count("lost_pages")) == before
+    for number, chat in enumerate(waited):
         _expect(rig, f"waits-{number}", chat)
-    before = rig.count("not_admitted_pages")
-    for number in range(5):
-        _save(rig, pages(f"new-{number}-", CHAT_PAGES))
-    assert rig.count("not_admitted_pages") == before
+    while len(others) < 24:
+        others.append(pages(f"other-{len(others)}-", CHAT_PAGES))
+        _save(rig, others[-1])
+    assert (rig.count("not_admitted_pages"), rig.count("lost_pages")) == before
+    assert _stored(rig, [*waited, *others]) == (len(waited) + len(others)) * CHAT_PAGES
+    assert rig.books.writing.through == (policy == "write_through")  # it does not go back to that
+
+
+def test_a_cleared_disk_chooses_again_once_it_is_full(make: Make) -> None:
+    rig, _ = _full(make)
+    rig.store.clear()
+    rig.until(lambda: not rig.store.stats()["clears_pending"])
+    assert not rig.books.writing.disk_is_full
+    number = 0
+    while not rig.books.writing.disk_is_full:
+        _save(rig, pages(f"again{number}-", CHAT_PAGES))
+        number += 1
+    kept = [pages(f"again{n}-", CHAT_PAGES) for n in range(number)]
+    kept = [chat for chat in kept if _stored(rig, [chat]) == CHAT_PAGES]
+    for place, chat in enumerate(kept):
+        _expect(rig, f"soon{place}", chat)
+    refused = rig.count("not_admitted_pages")
+    for late in range(20):
+        _save(rig, pages(f"late{late}-", CHAT_PAGES))
+    assert rig.count("not_admitted_pages") > refused
 
 
 @pytest.mark.parametrize("slots", [16, 64])

@@ -30,7 +30,7 @@ class WritePolicy:
 
     Attributes:
         name: as given.
-        disk_is_full: the disk had to give up pages, and was not cleared.
+        disk_is_full: the disk had to give up pages, and was not cleared since.
         closing: what is only in DRAM is about to be gone, so no copy on disk is spare.
     """
 
@@ -39,13 +39,14 @@ class WritePolicy:
         self._has_disk = has_disk
         self._order = order
         self.disk_is_full = self.closing = False
+        self._was_full = False  # never falls
         self._most_again = self._num_again = float(dram_pages)
 
     @property
     def through(self) -> bool:
         """Whether pages are written as they are saved, to have them on disk beside DRAM."""
         if self.name == "auto":
-            return self._has_disk and not self.disk_is_full
+            return self._has_disk and not self._was_full
         return self._has_disk and self.name == "write_through"
 
     @property
@@ -74,16 +75,12 @@ class WritePolicy:
         self._num_again = max(-self._most_again, self._num_again - num_pages)
 
     def note_full(self) -> None:
-        """The disk had to give up pages."""
-        self.disk_is_full = True
+        """The disk had to give up pages. From the first time on `auto` is write-back."""
+        self.disk_is_full = self._was_full = True
         if self.back:
             # From now on an unwritten page is held in DRAM only while it is queued for the disk.
             self._order.disk_first = False
 
     def note_cleared(self) -> None:
-        """The disk may have room for every page again, so it need not refuse any.
-
-        Except under `auto`: it never returns from write-back to write-through.
-        """
-        if self.name != "auto":
-            self.disk_is_full = False
+        """The disk has room again, so it refuses nothing until it next has to give up pages."""
+        self.disk_is_full = False
