@@ -22,10 +22,11 @@ from sglang_ext.simulator.virtual_store import (
     page_hashes,
     virtual_store,
 )
-from sglang_ext.tiers.base import Location
+from sglang_ext.tiers.base import BLOCK_BYTES, Location
 from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.store.books.page_states import QUEUE, REFUSE
 from sglang_ext.tiers.store.books.write_policy import AGAIN_SHARE
-from sglang_ext.tiers.store.types import ON_DISK, READY, DiskCopies
+from sglang_ext.tiers.store.types import GIVEN_UP, ON_DISK, READY, DiskCopies
 from tests.unit.store.store_rig import Make, Rig, check_content, pages, rigs
 
 CHAT_PAGES = 4
@@ -78,13 +79,21 @@ def _bring(rig: Rig, chat: np.ndarray) -> None:
     rig.until(is_there)
 
 
-def _save(rig: Rig, hashes: np.ndarray) -> None:
-    """Saves pages; what leaves next is written first."""
+def _hold(rig: Rig, hashes: np.ndarray) -> np.ndarray:
+    """Keeps pages in DRAM, where nothing writes them; `release` the slots."""
+    ticket = rig.store.pin_ready(rig.space, hashes)
+    assert ticket is not None
+    return ticket.slots
+
+
+def _save(rig: Rig, hashes: np.ndarray, *, settles: bool = True) -> None:
+    """Saves pages; what leaves next is written first. It does not settle while pages are held."""
     rig.until(lambda: not rig.books.room.should_look)
     rig.save(hashes)
     while rig.ready(hashes) < len(hashes):  # what leaves is still to be written
         rig.until(lambda: rig.save(hashes) > 0)
-    rig.settle()
+    if settles:
+        rig.settle()
 
 
 def _flags(rig: Rig, hashes: np.ndarray) -> np.ndarray:
@@ -112,18 +121,26 @@ def test_the_copy_of_what_came_back_to_dram_goes_first_and_is_written_again(make
     rig, chats = _full(make)
     old = _on_disk_alone(rig, chats)
     _bring(rig, old)
-    new = [pages(f"new{number}-", CHAT_PAGES) for number in range(4)]
-    while not rig.count("given_up_pages"):
-        new.append(pages(f"new{len(new)}-", CHAT_PAGES))
-        _save(rig, new[-1])
-        _bring(rig, old)  # it stays young
+    held = _hold(rig, old)
+    number = 0
+    while not (_flags(rig, old) & GIVEN_UP).any():
+        _save(rig, pages(f"new{number}-", CHAT_PAGES), settles=False)
+        number += 1
+    assert rig.count("given_up_pages") > 0
     check_content(rig, old)
-    while rig.ready(old):
-        new.append(pages(f"new{len(new)}-", CHAT_PAGES))
-        _save(rig, new[-1])
-    assert rig.count("written_again_pages") > 0
-    if rig.store.locate_prefix(rig.space, old).disk < CHAT_PAGES:
-        return  # the disk had younger ones to keep
+    num_given_up = int((_flags(rig, old) & GIVEN_UP != 0).sum())
+    assert rig.store.lookahead is not None
+    again = rig.count("written_again_pages")
+    _expect(rig, "late", old)  # so the disk keeps it, whatever is younger
+    rig.store.release(held)
+    sooner: list[str] = []
+    while rig.ready(old):  # DRAM has others to keep
+        sooner.append(f"sooner{len(sooner)}-")
+        _save(rig, pages(sooner[-1], CHAT_PAGES))
+        _expect(rig, sooner[-1], pages(sooner[-1], CHAT_PAGES))
+        rig.store.lookahead.set_order([*sooner, "late"])
+    assert rig.count("written_again_pages") >= again + num_given_up
+    assert rig.on_disk(old) == CHAT_PAGES
     _bring(rig, old)
     check_content(rig, old)
 
@@ -299,6 +316,52 @@ def test_a_cleared_disk_chooses_again_once_it_is_full(make: Make) -> None:
     for late in range(20):
         _save(rig, pages(f"late{late}-", CHAT_PAGES))
     assert rig.count("not_admitted_pages") > refused
+
+
+def _given_up(make: Make) -> tuple[Rig, np.ndarray, int]:
+    """A chat, held in DRAM, that gave its place on disk up; what could be given up before."""
+    rig, chats = _full(make)
+    old = _on_disk_alone(rig, chats)
+    _bring(rig, old)
+    _hold(rig, old)
+    before = rig.books.writing.num_to_give_up
+    rig.books.disk.give_up(CHAT_PAGES * rig.arena.slot_bytes // BLOCK_BYTES)
+    assert rig.count("given_up_pages") == CHAT_PAGES
+    assert rig.books.writing.num_to_give_up == before - CHAT_PAGES
+    return rig, old, before
+
+
+def test_a_rewrite_that_never_comes_costs_nothing_of_what_may_be_written_again(make: Make) -> None:
+    rig, _, before = _given_up(make)
+    rig.store.clear()
+    assert rig.books.writing.num_to_give_up >= before
+
+
+def test_a_rewrite_that_the_disk_refused_costs_nothing_until_it_is_offered_again(
+    make: Make,
+) -> None:
+    rig, old, before = _given_up(make)
+    books = rig.books
+    with books.table.lock:
+        rows = books.table.index.lookup(old, rig.space.number)
+        books.table.take(QUEUE, rows)
+        books.table.take(REFUSE, rows)
+        assert books.writing.num_to_give_up == before
+        books.spills.offer(rows)
+        assert books.writing.num_to_give_up == before - CHAT_PAGES
+
+
+def test_a_rewrite_is_charged_once(make: Make) -> None:
+    rig, old, before = _given_up(make)
+    first = rig.count("written_pages") - rig.count("written_again_pages")
+    again = rig.count("written_again_pages")
+    assert rig.store.flush(300.0) == 0
+    again = rig.count("written_again_pages") - again
+    first = rig.count("written_pages") - rig.count("written_again_pages") - first
+    assert again >= CHAT_PAGES
+    assert rig.on_disk(old) == CHAT_PAGES
+    expected = min(rig.arena.num_slots, before + int(AGAIN_SHARE * first) - again)
+    assert abs(rig.books.writing.num_to_give_up - expected) <= 1  # of a fraction
 
 
 @pytest.mark.parametrize("slots", [16, 64])
