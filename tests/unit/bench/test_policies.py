@@ -102,6 +102,28 @@ def test_wrong_outcomes_of_a_server_are_not_reported(
         check_all([chat_job], {"chat": replace(chat_result, figures=figures)})
 
 
+def test_a_disk_that_is_written_too_often_is_not_reported(
+    chat_job: Job, chat_result: Result
+) -> None:
+    host_pages = chat_job.system.host_pages
+    assert host_pages > 0
+
+    def check(again: int, moved: int) -> None:
+        figures = {name: dict(each) for name, each in chat_result.figures.items()}
+        figures["off"]["counters"] = {
+            "written_pages": 1000 + again, "written_again_pages": again,
+            "disk_records_moved": moved,
+        }  # fmt: skip
+        check_all([chat_job], {"chat": replace(chat_result, figures=figures)})
+
+    check(host_pages, 0)  # those that may be before any is written
+    check(host_pages + 300, 0)
+    check(0, 300)
+    for again, moved in ((host_pages + 301, 0), (0, 301), (host_pages + 200, 101)):
+        with pytest.raises(CaseFailedError, match="for each new one, at steady state"):
+            check(again, moved)
+
+
 def test_jobs_give_the_same_in_other_processes() -> None:
     jobs = [
         Job(str(seed), partial(agent_tasks, seed, 6, 0.5), chat_system(LLAMA_13B, 5, 60), policies)

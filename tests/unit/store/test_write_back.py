@@ -233,7 +233,7 @@ def test_capacity_adds_up_and_writes_stay_bounded() -> None:
         with virtual_store(sizes, PolicyConfig(), policy) as server:
             done = Replay(paths, 100, [1.0] * len(paths)).run(server)
             server.store.check()
-        hits[policy], per_hit[policy] = done.hit_share, done.written / done.hits
+        hits[policy], per_hit[policy] = done.hit_share, done.written_per_hit
     assert hits["auto"] >= hits["write_through"] + 0.01, hits
     assert per_hit["auto"] <= 1.3 * per_hit["write_through"], per_hit
 
