@@ -149,6 +149,21 @@ def test_without_lookahead_what_is_stored_is_reused_while_room_for_it_is_being_w
     assert done.hits == done.reusable == 672
 
 
+@pytest.mark.parametrize("write_policy", ["write_through", "auto"])
+def test_lookahead_is_never_under_lru_and_near_the_rule_that_knows_as_much(
+    write_policy: str,
+) -> None:
+    """Over as many different pages as the store held."""
+    paths = growing_chats(3, 60, 400)
+    for num_known in (5, 40, len(paths)):
+        with virtual_store(CHATS, PolicyConfig(), write_policy) as server:
+            done = Replay(paths, num_known, [1.0] * len(paths)).run(server)
+        lru = order_share(paths, done.mean_held, "lru")
+        rule = order_share(paths, done.mean_held, "waiting", num_known)
+        assert done.hit_share >= lru, num_known
+        assert done.hit_share >= rule - 0.02, num_known
+
+
 def test_what_is_known_orders_the_optima() -> None:
     paths = [line.hash_ids for line in read_trace(BUNDLED, limit=400)]
     rates = [
