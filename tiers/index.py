@@ -16,6 +16,7 @@ at most 0.7 of which are filled at capacity: 73 to 79 bytes a page when full, 84
 from __future__ import annotations
 
 import secrets
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -204,10 +205,19 @@ class PageIndex:
         top = int(self._state[kernels.TOP])
         return np.flatnonzero(self._prev[:top] != kernels.FREE)
 
-    def rows_of_namespace(self, namespace: int) -> Rows:
-        """Live rows of one namespace, ascending (a linear scan)."""
-        found: Rows = kernels.rows_where(self._namespaces, _u32(namespace), self._state, self._prev)
-        return found
+    def rows_of_namespaces(self, namespaces: Sequence[int]) -> Rows:
+        """Live rows of some namespaces, ascending (one linear scan, however many these are).
+
+        Args:
+            namespaces: numbers, which should be small: memory is taken for all up to the largest.
+        """
+        if not len(namespaces):
+            return np.empty(0, np.int64)
+        is_one = np.zeros(max(map(_u32, namespaces)) + 1, np.bool_)
+        is_one[list(namespaces)] = True
+        rows = np.empty(len(self), np.int64)
+        num = kernels.rows_where(rows, self._namespaces, is_one, self._state, self._prev)
+        return rows[:num]
 
     def note_hits(self, rows: npt.ArrayLike, clock: int) -> None:
         """Add one to `hits`, which stops at 65535, and set `stamp` to `clock` (its low 32 bits)."""

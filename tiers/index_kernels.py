@@ -65,6 +65,7 @@ _I64S = types.int64[::1]
 _KEYS = types.uint64[:, ::1]
 _IN_KEYS = _readonly(types.uint64, 2)
 _IN_ROWS = _readonly(types.int64, 1)
+_BOOLS = types.boolean[::1]
 _U64 = types.uint64
 _I64 = types.int64
 
@@ -254,7 +255,7 @@ def _take_row(state: Any, next_row: Any, capacity: int) -> Any:
 
 @compiled_for(
     _I64(
-        _KEYS, _U32S, _U32S, _U64, _U64, _IN_KEYS, _U64, _I64S, types.boolean[::1],
+        _KEYS, _U32S, _U32S, _U64, _U64, _IN_KEYS, _U64, _I64S, _BOOLS,
         _I64S, _U32S, _U32S, _I32S, _U32S, _U32S, _U16S, _U8S, _U8S, _U8S, _U16S, _U32S,
     )
 )  # fmt: skip
@@ -483,17 +484,12 @@ def note_hits(rows: Any, clock: Any, hits: Any, stamp: Any) -> None:
             stamp[row] = clock
 
 
-@compiled_for(_I64S(_U32S, types.uint32, _I64S, _U32S))
-def rows_where(column: Any, value: Any, state: Any, prev_row: Any) -> Any:
-    """Live rows whose `column` equals `value`, ascending: two scans, no temporaries."""
-    num = 0
+@compiled_for(_I64(_I64S, _U32S, _BOOLS, _I64S, _U32S))
+def rows_where(rows: Any, column: Any, is_one: Any, state: Any, prev_row: Any) -> Any:
+    """Fill `rows` with the live rows, ascending, for whose `column` `is_one`; returns how many."""
+    num = np.int64(0)
     for row in range(state[TOP]):
-        if column[row] == value and prev_row[row] != FREE:
-            num += 1
-    rows = np.empty(num, np.int64)
-    num = 0
-    for row in range(state[TOP]):
-        if column[row] == value and prev_row[row] != FREE:
+        if column[row] < is_one.size and is_one[column[row]] and prev_row[row] != FREE:
             rows[num] = row
             num += 1
-    return rows
+    return num

@@ -8,6 +8,7 @@ from itertools import pairwise
 from bench.core.case import CaseFailedError
 from bench.policies.jobs import Figures, Job, Result
 from bench.policies.order import ORDERS
+from bench.policies.writes import STEADY_LIMIT, Writes
 
 # The optimum is one of pages: of a prompt that is stored whole a token is computed all the same.
 _BELADY_SLACK = 0.005
@@ -44,6 +45,15 @@ def _check_one(name: str, job: Job, policy: str, f: Figures) -> None:
         _same(name, "tokens reused by recomputation", f["reused_tokens"], 0)
     if job.system.disk_bytes == 0:
         _same(name, "tokens from a disk that is not there", f["disk_tokens"], 0)
+    _check_writes(name, job, f)
+
+
+def _check_writes(name: str, job: Job, f: Figures) -> None:
+    """Where the disk is larger than DRAM: else what the disk lost is written at every use."""
+    if job.system.disk_pages > job.system.host_pages:
+        writes = Writes.of(f["counters"], f["counters"].get("disk_records_moved", 0))
+        steady = writes.steady_amplification(job.system.host_pages)
+        _ordered(name, "pages written for each new one, at steady state", steady, STEADY_LIMIT)
 
 
 def _check_together(job: Job, figures: Mapping[str, Figures]) -> None:

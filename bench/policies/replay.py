@@ -14,7 +14,8 @@ Columns:
 - in DRAM: share of the hits that lay in DRAM before the request's turn;
 - written: pages written to disk, as a share of new pages; those moved within the disk count too;
 - a hit: pages written to disk for each page that hit, which of pages of one size is the bytes;
-- amplification: pages written, over those that were written for the first time;
+- amplification: pages written, over those that were new on disk, which a page that the disk gave up
+  and got again is not; at steady state: without the first DRAM full of these;
 - lost: pages that left the last tier that had them while a waiting request needed them;
 - held: different pages in DRAM and on disk, the mean over the second half of the requests, and
   what the rule that knows the same requests hits over so many: what is written ahead lies twice.
@@ -37,6 +38,7 @@ from bench.policies.workloads.agents import agent_tasks, document_questions
 from bench.policies.workloads.bundled import BUNDLED
 from bench.policies.workloads.models import LLAMA_70B
 from bench.policies.workloads.session_lines import session_lines
+from bench.policies.writes import Writes
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import MAX_PIN_S, RequestHints
@@ -77,8 +79,7 @@ class Replayed:
         hits: of those, pages that were loaded.
         early: hits that lay in DRAM before the request's turn.
         new: pages that were computed.
-        written: pages written to disk, those moved from one place there to another included.
-        first_written: without those.
+        writes: what went to disk.
         held: different pages in the store, after each request.
         counters: of the store.
     """
@@ -87,8 +88,7 @@ class Replayed:
     hits: int = 0
     early: int = 0
     new: int = 0
-    written: int = 0
-    first_written: int = 0
+    writes: Writes = field(default_factory=Writes)
     held: list[int] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
 
@@ -105,12 +105,7 @@ class Replayed:
     @property
     def written_per_hit(self) -> float:
         """Pages written to disk for each page that hit."""
-        return self.written / max(self.hits, 1)
-
-    @property
-    def amplification(self) -> float:
-        """Pages written over pages written for the first time."""
-        return self.written / max(self.first_written, 1)
+        return self.writes.all / max(self.hits, 1)
 
     @property
     def mean_held(self) -> int:
@@ -165,9 +160,8 @@ class Replay:
                 self._progress(f"{number + 1:,} of {len(self._paths):,} requests, {share}")
         result.counters = server.store.stats()
         if server.disk is not None:
-            stats = server.disk.stats()
-            result.written = stats.records_written + stats.records_salvaged
-            result.first_written = stats.records_written
+            moved = server.disk.stats().records_salvaged
+            result.writes = Writes.of(result.counters, moved)
         return result
 
     def _arrive(self, server: ServerStore, turn: int) -> None:
@@ -328,10 +322,11 @@ def rows(
         for label, placement, said in runs:
             with virtual_store(sizes, placement, write_policy, prefetch_policy) as server:
                 done = Replay(paths, num or len(paths), prefill_s, _tell, said).run(server)
-            written = done.written / max(done.new, 1)
+            written = done.writes.all / max(done.new, 1)
             figures = f"hits {done.hit_share:.3f}, in DRAM {done.early_share:.3f}"
             figures += f", written {written:.3f}, a hit {done.written_per_hit:.2f}"
-            figures += f", amplification {done.amplification:.3f}"
+            figures += f", amplification {done.writes.amplification:.3f}"
+            figures += f" ({done.writes.steady_amplification(host):.3f} at steady state)"
             figures += f", lost {done.counters.get('lost_wanted_pages', 0):,}"
             figures += f", no room in DRAM {done.counters.get('save_dropped_pages', 0):,}"
             if placement is not None:

@@ -100,6 +100,7 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy.cost_model import CostModel
+from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.store import (
     EVERY_PAGE,
     PageStore,
@@ -430,7 +431,7 @@ def _build_store(
     page_codec: PageCodec | None,
     feeds: CostFeeds,
     remote_codec: RemotePageCodec | None,
-    rules: LocalPages,
+    rules: PageRules,
     share: PutShare,
     one_copy: OneCopy | None,
     *,

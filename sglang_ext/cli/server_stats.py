@@ -172,6 +172,7 @@ def _described(now: State, before: State | None, seconds: float) -> list[str]:
         size = f"{amount(disk['used_bytes'])} of {amount(disk['max_bytes'])}"
         moved = f"{disk_counts('records_written')} written, {disk_counts('records_read')} read"
         lines.append(_row("disk", size, f"{moved}, {disk['mode']} I/O"))
+        lines.append(_row("writes", "", _writes(host, disk)))
     remote = now["remote"]
     if remote:
         said = ("error", "breaker_state")
@@ -249,6 +250,19 @@ def _dram(state: State) -> str:
     pages, capacity = host["host_pages"], host["host_capacity_pages"]
     share = pages / capacity if capacity else 0.0
     return f"{amount(pages * slot_bytes)} of {amount(capacity * slot_bytes)} ({share:.0%})"
+
+
+def _writes(host: Mapping[str, int], disk: Mapping[str, int]) -> str:
+    """What hits cost the disk since the start, and what the queue wanted and could not keep."""
+    written, again = (host.get(f"written_{kind}pages", 0) for kind in ("", "again_"))
+    hits, first = host.get("loaded_pages", 0), written - again
+    shares = [
+        f"{written / hits:.2f} pages for each that came back" if hits else "",
+        f"{(written + disk['records_salvaged']) / first:.2f} for each new one" if first else "",
+    ]
+    left, lost = (host.get(f"{how}_wanted_pages", 0) for how in ("disk_evicted", "lost"))
+    wanted = f"{number_of(left, 'page')} left the disk while waited for, {lost:,} left all tiers"
+    return f"{', '.join(filter(None, shares)) or 'none yet'}; {wanted}"
 
 
 def _tokens(now: Mapping[str, int], before: Mapping[str, int] | None) -> str:

@@ -15,8 +15,8 @@ class DiskStats:
         mode: "direct" (O_DIRECT) or "buffered"; "memory" for a tier in DRAM.
         bytes_written: all bytes given to the file system: records, headers, footers, salvage.
         bytes_read: bytes of records read by `read`.
-        useful_bytes: payload bytes of records stored for the first time.
-        records_written: records stored for the first time.
+        useful_bytes: payload bytes of `records_written`.
+        records_written: records stored, those of pages that the tier had had before among them.
         records_read: records read and found right.
         records_salvaged: records moved out of a segment before it was dropped.
         bytes_moved: bytes of these.

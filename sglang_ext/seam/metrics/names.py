@@ -171,7 +171,8 @@ OVER_SHARE = "remote_over_share_pages"
 # So is all that `deploy/hier-kv.rules.yml` takes the increase of: the first damaged page, or forged
 # record, may be the only one.
 FROM_START = (
-    "saved_pages", "loaded_pages", "written_pages", "promoted_pages", "evicted_pages",
+    "saved_pages", "loaded_pages", "written_pages", "written_again_pages", "promoted_pages",
+    "evicted_pages",
     "lost_pages", "damaged_pages", "evicted_wanted_pages", "lost_wanted_pages",
     "disk_evicted_wanted_pages", "save_dropped_pages", "admitted_ready_requests",
     "admitted_late_requests", "prefetch_timeouts", "cost_load", "cost_partial", "cost_recompute",

@@ -20,6 +20,7 @@ from bench.policies.checks import check_all
 from bench.policies.jobs import POLICIES, Job, Result, parts_of, simulate, simulate_all
 from bench.policies.overlap import Prefill, measure_ratios, measure_read_buffer
 from bench.policies.sections import gap_closed, headline
+from bench.policies.speed import decisions_per_s
 from bench.policies.workloads.agents import (
     SYSTEM_TOKENS,
     agent_tasks,
@@ -100,6 +101,28 @@ def test_wrong_outcomes_of_a_server_are_not_reported(
     figures["off"][key] = value
     with pytest.raises(CaseFailedError, match=said):
         check_all([chat_job], {"chat": replace(chat_result, figures=figures)})
+
+
+def test_a_disk_that_is_written_too_often_is_not_reported(
+    chat_job: Job, chat_result: Result
+) -> None:
+    host_pages = chat_job.system.host_pages
+    assert host_pages > 0
+
+    def check(again: int, moved: int) -> None:
+        figures = {name: dict(each) for name, each in chat_result.figures.items()}
+        figures["off"]["counters"] = {
+            "written_pages": 1000 + again, "written_again_pages": again,
+            "disk_records_moved": moved,
+        }  # fmt: skip
+        check_all([chat_job], {"chat": replace(chat_result, figures=figures)})
+
+    check(host_pages, 0)  # those that may be before any is written
+    check(host_pages + 300, 0)
+    check(0, 300)
+    for again, moved in ((host_pages + 301, 0), (0, 301), (host_pages + 200, 101)):
+        with pytest.raises(CaseFailedError, match="for each new one, at steady state"):
+            check(again, moved)
 
 
 def test_jobs_give_the_same_in_other_processes() -> None:
@@ -208,7 +231,9 @@ def trace_slice(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_trace_of_ones_own_reports_the_same_keys(
     trace_slice: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(policies, "decisions_per_s", lambda: {"decisions_per_s": 1.0})
+    # The real one over little: a million pages would take as long as all the rest.
+    quick = partial(decisions_per_s, num_waiting=10, num_pages=64 * 20, steps=3)
+    monkeypatch.setattr(policies, "decisions_per_s", quick)
     # In this process, which has imported it all; another test has other processes simulate.
     monkeypatch.setattr(policies, "simulate_all", partial(simulate_all, processes=0))
     flags = TraceFlags(trace_slice, host_gb=40, disk_gb=100, prefill_tokens_per_s=20_000)
@@ -217,7 +242,9 @@ def test_a_trace_of_ones_own_reports_the_same_keys(
         keys = {"hit_rate", "turn_hit_rate", "turn_hit_cap"}
         assert keys == set(report.results[policy]) - {"host_share"}
         assert 0 <= report.results[policy]["hit_rate"] <= 1
-    assert report.results["decisions_per_s"] > 0
+    speed = report.samples["decision_speed"]
+    assert (speed["n"], speed["num_waiting"], speed["num_pages"]) == (3, 10, 64 * 20)
+    assert report.results["decisions_per_s"] == speed["decisions_per_s"]
     assert set(report.results["by_load"]) == {"own times", "load 0.7", "load 3"}
     assert report.n["own times"] == NUM_OWN
     loads = report.results["by_load"]

@@ -96,6 +96,25 @@ def test_whether_a_store_is_used_is_in_words() -> None:
         assert f"  remote  {use}, probes 3" in describe(shown)
 
 
+def test_what_hits_cost_the_disk_is_one_line() -> None:
+    disk = {
+        "used_bytes": 0, "max_bytes": 1, "records_written": 150, "records_read": 0,
+        "records_salvaged": 15, "mode": "direct",
+    }  # fmt: skip
+    none = "  writes  none yet; 0 pages left the disk while waited for, 0 left all tiers"
+    assert none in describe(state() | {"disk": disk | {"records_salvaged": 0}})
+    counts = {
+        "written_pages": 150, "written_again_pages": 50, "loaded_pages": 600,
+        "disk_evicted_wanted_pages": 1, "lost_wanted_pages": 7,
+    }  # fmt: skip
+    expected = (
+        "  writes  0.25 pages for each that came back, 1.65 for each new one; "
+        "1 page left the disk while waited for, 7 left all tiers"
+    )
+    assert expected in describe(state(**counts) | {"disk": disk})
+    assert not any("writes" in line for line in describe(state(**counts)))  # there is no disk
+
+
 def test_what_became_of_prompt_tokens_is_one_line() -> None:
     counts = {
         "requested_tokens": 1000, "reused_device_tokens": 100, "reused_disk_tokens": 400,

@@ -245,9 +245,12 @@ def test_rows_by_segment_and_namespace() -> None:
     index.remove(rows[3:4])
     assert rows_of_segment(index, 33).tolist() == sorted(rows[[2, 4, 5]].tolist())
     assert rows_of_segment(index, 34).tolist() == []
-    assert index.rows_of_namespace(2).tolist() == sorted(others.tolist())
+    assert index.rows_of_namespaces([2]).tolist() == sorted(others.tolist())
     # A freed row keeps its old namespace number in memory, and must not be found by it.
-    assert rows[3] not in index.rows_of_namespace(1)
+    assert rows[3] not in index.rows_of_namespaces([1])
+    assert index.rows_of_namespaces([7, 2, 0, 1]).tolist() == index.rows().tolist()
+    assert index.rows_of_namespaces([0, 3]).tolist() == []
+    assert index.rows_of_namespaces([]).tolist() == []
     assert len(index.rows()) == 14
     # Every segment-less live row, and no freed one.
     assert len(rows_of_segment(index, NO_SEGMENT)) == 11

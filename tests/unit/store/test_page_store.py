@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+from sglang_ext.tiers import index_kernels as kernels
 from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.store import Epoch, KeySpace
 from sglang_ext.tiers.store.types import READY, WRITE_DROPPED, DiskCopies
@@ -523,6 +524,29 @@ def test_a_save_that_was_cleared_ends_no_wait_for_what_came_after(make: Make) ->
     assert not plan.failed
     for each in (early, plan):
         rig.store.cancel_plan(each)
+
+
+def test_clear_looks_through_the_index_once_however_many_adapters_there_are(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(slots=40)
+    spaces = [rig.space, *(rig.store.space(DIGEST, bytes([n]) * 32) for n in range(1, 20))]
+    for number, space in enumerate(spaces[::2]):
+        rig.save(pages(f"of{number}-", 3), space=space)
+    rig.settle()
+    scan, num_scans = kernels.rows_where, 0
+
+    def counted(*columns: Any) -> Any:
+        nonlocal num_scans
+        num_scans += 1
+        return scan(*columns)
+
+    monkeypatch.setattr(kernels, "rows_where", counted)
+    assert rig.store.clear() == 30
+    assert num_scans == 1
+    rig.settle()
+    assert not len(rig.books.table.index)
+    assert rig.arena.num_free == 40
 
 
 def test_clear_during_a_promotion(make: Make) -> None:

@@ -22,10 +22,11 @@ from sglang_ext.simulator.virtual_store import (
     page_hashes,
     virtual_store,
 )
-from sglang_ext.tiers.base import Location
+from sglang_ext.tiers.base import BLOCK_BYTES, Location
 from sglang_ext.tiers.policy import PolicyConfig
+from sglang_ext.tiers.store.books.page_states import QUEUE, REFUSE
 from sglang_ext.tiers.store.books.write_policy import AGAIN_SHARE
-from sglang_ext.tiers.store.types import ON_DISK, READY, DiskCopies
+from sglang_ext.tiers.store.types import GIVEN_UP, ON_DISK, READY, DiskCopies
 from tests.unit.store.store_rig import Make, Rig, check_content, pages, rigs
 
 CHAT_PAGES = 4
@@ -78,13 +79,21 @@ def _bring(rig: Rig, chat: np.ndarray) -> None:
     rig.until(is_there)
 
 
-def _save(rig: Rig, hashes: np.ndarray) -> None:
-    """Saves pages; what leaves next is written first."""
+def _hold(rig: Rig, hashes: np.ndarray) -> np.ndarray:
+    """Keeps pages in DRAM, where nothing writes them; `release` the slots."""
+    ticket = rig.store.pin_ready(rig.space, hashes)
+    assert ticket is not None
+    return ticket.slots
+
+
+def _save(rig: Rig, hashes: np.ndarray, *, settles: bool = True) -> None:
+    """Saves pages; what leaves next is written first. It does not settle while pages are held."""
     rig.until(lambda: not rig.books.room.should_look)
     rig.save(hashes)
     while rig.ready(hashes) < len(hashes):  # what leaves is still to be written
         rig.until(lambda: rig.save(hashes) > 0)
-    rig.settle()
+    if settles:
+        rig.settle()
 
 
 def _flags(rig: Rig, hashes: np.ndarray) -> np.ndarray:
@@ -112,18 +121,26 @@ def test_the_copy_of_what_came_back_to_dram_goes_first_and_is_written_again(make
     rig, chats = _full(make)
     old = _on_disk_alone(rig, chats)
     _bring(rig, old)
-    new = [pages(f"new{number}-", CHAT_PAGES) for number in range(4)]
-    while not rig.count("given_up_pages"):
-        new.append(pages(f"new{len(new)}-", CHAT_PAGES))
-        _save(rig, new[-1])
-        _bring(rig, old)  # it stays young
+    held = _hold(rig, old)
+    number = 0
+    while not (_flags(rig, old) & GIVEN_UP).any():
+        _save(rig, pages(f"new{number}-", CHAT_PAGES), settles=False)
+        number += 1
+    assert rig.count("given_up_pages") > 0
     check_content(rig, old)
-    while rig.ready(old):
-        new.append(pages(f"new{len(new)}-", CHAT_PAGES))
-        _save(rig, new[-1])
-    assert rig.count("written_again_pages") > 0
-    if rig.store.locate_prefix(rig.space, old).disk < CHAT_PAGES:
-        return  # the disk had younger ones to keep
+    num_given_up = int((_flags(rig, old) & GIVEN_UP != 0).sum())
+    assert rig.store.lookahead is not None
+    again = rig.count("written_again_pages")
+    _expect(rig, "late", old)  # so the disk keeps it, whatever is younger
+    rig.store.release(held)
+    sooner: list[str] = []
+    while rig.ready(old):  # DRAM has others to keep
+        sooner.append(f"sooner{len(sooner)}-")
+        _save(rig, pages(sooner[-1], CHAT_PAGES))
+        _expect(rig, sooner[-1], pages(sooner[-1], CHAT_PAGES))
+        rig.store.lookahead.set_order([*sooner, "late"])
+    assert rig.count("written_again_pages") >= again + num_given_up
+    assert rig.on_disk(old) == CHAT_PAGES
     _bring(rig, old)
     check_content(rig, old)
 
@@ -216,7 +233,7 @@ def test_capacity_adds_up_and_writes_stay_bounded() -> None:
         with virtual_store(sizes, PolicyConfig(), policy) as server:
             done = Replay(paths, 100, [1.0] * len(paths)).run(server)
             server.store.check()
-        hits[policy], per_hit[policy] = done.hit_share, done.written / done.hits
+        hits[policy], per_hit[policy] = done.hit_share, done.written_per_hit
     assert hits["auto"] >= hits["write_through"] + 0.01, hits
     assert per_hit["auto"] <= 1.3 * per_hit["write_through"], per_hit
 
@@ -257,19 +274,99 @@ def test_beside_a_disk_smaller_than_dram_each_page_counts_once_as_new(
     assert done.counters["written_pages"] - again <= done.new
 
 
-def test_a_cleared_disk_takes_what_comes(make: Make) -> None:
+@pytest.mark.parametrize("policy", ["write_through", "write_back", "auto"])
+def test_a_cleared_disk_takes_what_comes(make: Make, policy: str) -> None:
     """It chose while it was full of pages that somebody waited for; it has room now."""
-    rig, _ = _full(make, "write_through")
+    rig, _ = _full(make, policy)
     rig.store.clear()
     rig.until(lambda: not rig.store.stats()["clears_pending"])
-    for number in range(5):
-        chat = pages(f"waited-{number}-", CHAT_PAGES)
+    before = rig.count("not_admitted_pages"), rig.count("lost_pages")
+    waited = [pages(f"waited-{number}-", CHAT_PAGES) for number in range(5)]
+    for chat in waited:
         _save(rig, chat)
+    others: list[np.ndarray] = []
+    while sum(map(rig.on_disk, waited)) < 5 * CHAT_PAGES:
+        others.append(pages(f"other-{len(others)}-", CHAT_PAGES))
+        _save(rig, others[-1])
+        assert (rig.count("not_admitted_pages"), rig.count("lost_pages")) == before
+    for number, chat in enumerate(waited):
         _expect(rig, f"waits-{number}", chat)
-    before = rig.count("not_admitted_pages")
-    for number in range(5):
-        _save(rig, pages(f"new-{number}-", CHAT_PAGES))
-    assert rig.count("not_admitted_pages") == before
+    while len(others) < 24:
+        others.append(pages(f"other-{len(others)}-", CHAT_PAGES))
+        _save(rig, others[-1])
+    assert (rig.count("not_admitted_pages"), rig.count("lost_pages")) == before
+    assert _stored(rig, [*waited, *others]) == (len(waited) + len(others)) * CHAT_PAGES
+    assert rig.books.writing.through == (policy == "write_through")  # it does not go back to that
+
+
+def test_a_cleared_disk_chooses_again_once_it_is_full(make: Make) -> None:
+    rig, _ = _full(make)
+    rig.store.clear()
+    rig.until(lambda: not rig.store.stats()["clears_pending"])
+    assert not rig.books.writing.disk_is_full
+    number = 0
+    while not rig.books.writing.disk_is_full:
+        _save(rig, pages(f"again{number}-", CHAT_PAGES))
+        number += 1
+    kept = [pages(f"again{n}-", CHAT_PAGES) for n in range(number)]
+    kept = [chat for chat in kept if _stored(rig, [chat]) == CHAT_PAGES]
+    for place, chat in enumerate(kept):
+        _expect(rig, f"soon{place}", chat)
+    refused = rig.count("not_admitted_pages")
+    for late in range(20):
+        _save(rig, pages(f"late{late}-", CHAT_PAGES))
+    assert rig.count("not_admitted_pages") > refused
+
+
+def _given_up(make: Make) -> tuple[Rig, np.ndarray, int, int]:
+    """A chat, held in DRAM, that gave its place on disk up.
+
+    With how many could have given theirs up before, and how many were written again by then.
+    """
+    rig, chats = _full(make)
+    old = _on_disk_alone(rig, chats)
+    _bring(rig, old)
+    _hold(rig, old)
+    books, again = rig.books, rig.count("written_again_pages")
+    num_blocks = CHAT_PAGES * rig.arena.slot_bytes // BLOCK_BYTES
+    with books.table.lock:  # what else is on its way is owed, too
+        before = books.writing.num_to_give_up
+        assert books.disk._give_up_duplicates(num_blocks) == num_blocks
+        assert books.writing.num_to_give_up == before - CHAT_PAGES
+    return rig, old, before, again
+
+
+def test_a_rewrite_that_never_comes_costs_nothing_of_what_may_be_written_again(make: Make) -> None:
+    rig, _, before, again = _given_up(make)
+    rig.store.clear()
+    rig.until(lambda: not rig.store.stats()["clears_pending"])  # nor is anything being written
+    assert rig.books.table.num_owed == 0
+    came = rig.count("written_again_pages") - again  # others
+    assert rig.books.writing.num_to_give_up >= before - came
+
+
+def test_a_rewrite_that_the_disk_refused_costs_nothing_until_it_is_offered_again(
+    make: Make,
+) -> None:
+    rig, old, _, _ = _given_up(make)
+    books = rig.books
+    with books.table.lock:
+        rows = books.table.index.lookup(old, rig.space.number)
+        owing = books.writing.num_to_give_up
+        books.table.take(QUEUE, rows)
+        books.table.take(REFUSE, rows)
+        assert books.writing.num_to_give_up == owing + CHAT_PAGES
+        books.spills.offer(rows)
+        assert books.writing.num_to_give_up == owing
+
+
+def test_a_rewrite_is_owed_until_it_is_written(make: Make) -> None:
+    rig, old, _, again = _given_up(make)
+    assert rig.books.table.num_owed >= CHAT_PAGES
+    assert rig.store.flush(300.0) == 0
+    assert rig.books.table.num_owed == 0
+    assert rig.on_disk(old) == CHAT_PAGES
+    assert rig.count("written_again_pages") - again >= CHAT_PAGES
 
 
 @pytest.mark.parametrize("slots", [16, 64])

@@ -88,9 +88,7 @@ class Books:
             events=events, clock=clock,
         )  # fmt: skip
         self.lookups = Lookups(table)
-        self.writing = WritePolicy(
-            write_policy, has_disk=has_disk, order=order, dram_pages=arena.num_slots
-        )
+        self.writing = WritePolicy(write_policy, table, has_disk=has_disk)
         self.disk = DiskPages(table, self.writing)
         self.spills = SpillQueue(table, self.writing, self.disk, space_of or _no_space)
         self.room = DramRoom(table, self.spills, self.writing)

@@ -205,7 +205,6 @@ class DiskPages:
         if self._duplicates is None or not self._has_spare:
             return 0
         rows = self._duplicates.take(num_blocks, self._writing.num_to_give_up)
-        self._writing.note_given_up(len(rows))
         given_up = int(self._index.num_blocks[rows].sum())
         self._table.take_off_disk(rows)
         self._table.take(GIVE_UP_COPY, rows)
@@ -231,7 +230,6 @@ class DiskPages:
         # They are not written again (that could repeat for ever), so DRAM may evict them, unless
         # they are used.
         table.take(LOSE_COPY, rows[in_dram])
-        self._writing.note_given_up(int(in_dram.sum()))
         table.counters.add("disk_reclaimed_pages", len(rows))
         dropped = table.moved(rows)
         table.remove(rows[~in_dram], Absence.EVICTED_DISK)

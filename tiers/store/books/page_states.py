@@ -26,6 +26,10 @@ from sglang_ext.tiers.store.types import (
 Flags = npt.NDArray[np.uint8]
 
 
+# What gave its place on disk up is to be written again, unless the disk was asked and refused.
+_OWES: Final = GIVEN_UP | WRITE_DROPPED
+
+
 class Step:
     """A change of state.
 
@@ -36,6 +40,9 @@ class Step:
         needs: bits that every page has before.
         lacks: bits that none has before.
         tells: whether it decides if a page may leave DRAM or the disk, so that their orders hear.
+
+    Attributes:
+        owes: whether it may change which pages are to be written a second time (`owes`).
     """
 
     def __init__(
@@ -46,6 +53,7 @@ class Step:
         self.sets, self.keeps = np.uint8(sets), np.uint8(0xFF ^ clears)
         self.needs, self.of = np.uint8(needs), np.uint8(needs | lacks)
         self.tells = tells
+        self.owes = bool((sets | clears) & _OWES)
 
     def fits(self, flags: Flags) -> npt.NDArray[np.bool_]:
         """Which of some states it may be taken from."""
@@ -86,6 +94,12 @@ DROP_WRITE = Step("drop a write", sets=WRITE_DROPPED, needs=_WRITING, tells=Fals
 END_SPILL = Step("end a spill", clears=_WRITING, needs=_WRITING)
 SPARE = Step("spare a write", sets=WRITE_DROPPED, needs=READY, lacks=FILLING | ON_DISK | _WRITING)
 OFFER = Step("offer", clears=WRITE_DROPPED, tells=False)
+
+
+def owes(flags: Flags) -> npt.NDArray[np.bool_]:
+    """Of which states pages are to be written a second time, as they leave DRAM."""
+    owing: npt.NDArray[np.bool_] = (flags & np.uint8(_OWES)) == GIVEN_UP
+    return owing
 
 
 def _is_legal(flags: int) -> bool:

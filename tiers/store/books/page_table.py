@@ -29,6 +29,7 @@ from sglang_ext.tiers.store.books.page_states import (
     PUBLISH,
     TAKE_OFF,
     Step,
+    owes,
 )
 from sglang_ext.tiers.store.books.waits import InFlight, PageWaits
 from sglang_ext.tiers.store.events import EventLog
@@ -65,6 +66,7 @@ class PageTable:
         counters, events: the store's.
         now_s: time in seconds, monotonic.
         num_moved: pages that entered DRAM or left it so far.
+        num_owed: pages of DRAM that gave their place on disk up and are to be written again.
         has_inexact: whether any page was ever stored that is not exact; never falls.
         on_moved: told the hashes of pages that come to a tier or leave one, with the lock held that
             they move under; None: nobody is.
@@ -91,7 +93,7 @@ class PageTable:
         self.in_flight = InFlight(self.lock)
         self.counters, self.events = counters, events
         self.now_s = clock
-        self.num_moved = 0
+        self.num_moved = self.num_owed = 0
         self.has_inexact = False
         self.on_moved: Callable[[Hashes], None] | None = None
 
@@ -114,6 +116,7 @@ class PageTable:
             assert bool((in_dram == (slots != NO_SLOT)).all()), "flags and slots disagree"
             quality, disk_quality = self.index.quality[rows], self.index.disk_quality[rows]
             on_disk = (flags & ON_DISK) != 0
+            assert self.num_owed == int(owes(flags).sum()), (self.num_owed, owes(flags).sum())
             assert not (on_disk & (disk_quality < quality)).any(), "the disk has the better copy"
             alone = on_disk & ~in_dram
             assert (quality[alone] == disk_quality[alone]).all(), "quality is not the copy's"
@@ -129,11 +132,17 @@ class PageTable:
         if not len(rows):
             return
         flags = self.index.flags
+        owed = self._num_owed(rows) if step.owes else 0
         flags[rows] = (flags[rows] & step.keeps) | step.sets
+        if step.owes:
+            self.num_owed += self._num_owed(rows) - owed
         if step.tells:
             self.order.changed(rows)
         if step.tells and self.disk_order is not None:
             self.disk_order.changed(rows)
+
+    def _num_owed(self, rows: Rows) -> int:
+        return len(_distinct(rows[owes(self.index.flags[rows])]))
 
     # ---- DRAM ----
 
@@ -244,6 +253,7 @@ class PageTable:
         self.take_off_disk(live)
         self.parents.forget(live)
         self.policy.forget(live)
+        self.num_owed -= self._num_owed(live)
         self.waits.end(live, failed=True)  # the next page of these rows is another's
         return self.index.remove(rows)
 

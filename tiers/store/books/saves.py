@@ -202,13 +202,10 @@ class Saves:
         """
         with self._table.lock:
             self._spills.clear(digests)
-            total = 0
-            for number in numbers:
-                rows = self._index.rows_of_namespace(number)
-                slots = self._index.host_slot[rows]
-                self._table.arena.free(slots[slots != NO_SLOT])
-                total += self._table.remove(rows, Absence.CLEARED)
-            return total
+            rows = self._index.rows_of_namespaces(numbers)
+            slots = self._index.host_slot[rows]
+            self._table.arena.free(slots[slots != NO_SLOT])
+            return self._table.remove(rows, Absence.CLEARED)
 
     def _only_in_dram(self, path: Rows) -> Slots:
         """Slots of those pages of a path that DRAM alone has, and would lose for others."""

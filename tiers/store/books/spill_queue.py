@@ -130,7 +130,7 @@ class SpillQueue:
             table.has_inexact |= bool(copies.quality[stored].any())
             copies = copies.take(stored)
             num_again = int(((self._index.flags[done] & GIVEN_UP) != 0).sum())
-            self._writing.note_written(len(done) - num_again)
+            self._writing.note_written(len(done) - num_again, num_again)
             # A page that is lossy in DRAM is no better on disk, however it is coded there.
             quality = np.maximum(copies.quality, self._index.quality[done])
             table.place(done, copies._replace(quality=quality))

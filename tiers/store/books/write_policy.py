@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
+from sglang_ext.tiers.store.books.page_table import PageTable
 
 DEFAULT_POLICY: Final = "auto"
 # Times DRAM from which on it is not worth its writes that DRAM and disk hold different pages.
@@ -25,27 +25,27 @@ class WritePolicy:
     Args:
         name: `write_through`, `selective`, `write_back` or `auto`.
         has_disk: whether there is a disk.
-        order: of DRAM.
-        dram_pages: room in DRAM; so many pages may be written again before any is written.
+        table: the pages; as many as DRAM holds may be written again before any is written.
 
     Attributes:
         name: as given.
-        disk_is_full: the disk had to give up pages, and was not cleared.
+        disk_is_full: the disk had to give up pages, and was not cleared since.
         closing: what is only in DRAM is about to be gone, so no copy on disk is spare.
     """
 
-    def __init__(self, name: str, *, has_disk: bool, order: DramOrder, dram_pages: int) -> None:
+    def __init__(self, name: str, table: PageTable, *, has_disk: bool) -> None:
         self.name = name
         self._has_disk = has_disk
-        self._order = order
+        self._table = table
         self.disk_is_full = self.closing = False
-        self._most_again = self._num_again = float(dram_pages)
+        self._was_full = False  # never falls
+        self._most_again = self._num_again = float(table.arena.num_slots)
 
     @property
     def through(self) -> bool:
         """Whether pages are written as they are saved, to have them on disk beside DRAM."""
         if self.name == "auto":
-            return self._has_disk and not self.disk_is_full
+            return self._has_disk and not self._was_full
         return self._has_disk and self.name == "write_through"
 
     @property
@@ -62,28 +62,25 @@ class WritePolicy:
 
     @property
     def num_to_give_up(self) -> int:
-        """How many pages of DRAM and disk may give their place on disk up now."""
-        return max(0, int(self._num_again))
+        """How many pages of DRAM and disk may give their place on disk up now.
 
-    def note_written(self, num_pages: int) -> None:
-        """So many pages were written for the first time."""
-        self._num_again = min(self._most_again, self._num_again + AGAIN_SHARE * num_pages)
+        Those that did, and are still to be written again, count as written. One that is lost, or
+        that the disk refuses, does so no more.
+        """
+        return max(0, int(self._num_again) - self._table.num_owed)
 
-    def note_given_up(self, num_pages: int) -> None:
-        """So many lost their place while in DRAM, and may be written again when they leave it."""
-        self._num_again = max(-self._most_again, self._num_again - num_pages)
+    def note_written(self, num_first: int, num_again: int) -> None:
+        """So many pages were written for the first time, and so many again."""
+        num = self._num_again + AGAIN_SHARE * num_first - num_again
+        self._num_again = min(self._most_again, max(-self._most_again, num))
 
     def note_full(self) -> None:
-        """The disk had to give up pages."""
-        self.disk_is_full = True
+        """The disk had to give up pages. From the first time on `auto` is write-back."""
+        self.disk_is_full = self._was_full = True
         if self.back:
             # From now on an unwritten page is held in DRAM only while it is queued for the disk.
-            self._order.disk_first = False
+            self._table.order.disk_first = False
 
     def note_cleared(self) -> None:
-        """The disk may have room for every page again, so it need not refuse any.
-
-        Except under `auto`: it never returns from write-back to write-through.
-        """
-        if self.name != "auto":
-            self.disk_is_full = False
+        """The disk has room again, so it refuses nothing until it next has to give up pages."""
+        self.disk_is_full = False
