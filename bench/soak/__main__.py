@@ -1,6 +1,7 @@
 """Mixed traffic for an hour: does anything grow? ``python -m bench.soak [--quick | --minutes N]``.
 
-Chats and documents of three tenants, of which three requests in ten are aborted or hung up on; new
+Chats and documents of three tenants, of which three requests in ten are aborted or hung up on;
+hints, calls of the steering endpoint, a chat that outgrows its context, a reader of KV events; new
 weights under traffic; flushes and clears; servers that end by SIGTERM and by SIGKILL over the same
 folders, with DRAM, a disk and a shared folder that are full. After each round memory, open files,
 threads and disk are read at rest, and answers are compared with plain SGLang's, bit for bit. Beside

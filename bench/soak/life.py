@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from bench.core.case import CaseFailedError
-from bench.soak.gauges import Gauges, read, rest
+from bench.soak.gauges import Gauges, read, rest, wait_for
 from bench.soak.probes import Probes
 from bench.soak.traffic import Traffic
-from bench.soak.world import World
+from bench.soak.world import HOST_PAGES, World
+from testkit.kv_reader import KvIndex, KvReader
+from testkit.ports import free_port
 from testkit.requests import flush_device, tier_state
 from testkit.server import Leftovers, Server, ServerError
 
@@ -78,15 +81,18 @@ class Soak:
         life = Life(end)
         self.lives.append(life)
         with ExitStack() as stack:
-            server = stack.enter_context(self.world.server(len(self.lives)))
+            events = f"tcp://127.0.0.1:{free_port()}"
+            server = stack.enter_context(self.world.server(len(self.lives), events))
+            reader = stack.enter_context(KvReader(events))
             plain = self.world.plain("first", "beside") if beside_plain else None
             if plain is not None:
                 stack.enter_context(plain)
             model = "first"
+            _join(server, reader)
             if self._key:
                 self.probes.again(server, model, self._key)
             while goes_on(len(life.readings)):
-                model = self._round(server, plain, life, model)
+                model = self._round(server, plain, life, model, reader)
             self._set_model(server, "first", flush=True)
             self._key = f"last of {len(self.lives)}"
             self.probes.new(server, "first", self._key)
@@ -96,7 +102,9 @@ class Soak:
             if end == "terminate":
                 _check_end(server.terminate(timeout_s=300.0))
 
-    def _round(self, server: Server, plain: Server | None, life: Life, model: str) -> str:
+    def _round(
+        self, server: Server, plain: Server | None, life: Life, model: str, reader: KvReader
+    ) -> str:
         """One round; returns which model the servers have then."""
         number, self.num_rounds = self.num_rounds, self.num_rounds + 1
         wanted = model
@@ -106,7 +114,7 @@ class Soak:
         traffic = self._drive(server, number, model, wanted)
         rest(server)
         if plain is not None:
-            self._drive(plain, number, model, wanted)
+            self._drive(plain, number, model, wanted, has_tiers=False)
             flush_device(plain)
         if wanted != model or number % _FLUSH_EVERY == 0:
             flush_device(server)  # else nothing is reused behind a change that did not flush
@@ -114,14 +122,18 @@ class Soak:
         if number % _CLEAR_EVERY == _CLEAR_EVERY - 1:
             server.post("/hicache/storage-backend/clear")
             life.counts["storage cleared"] += 1
+            reader.until(_knows_no_tier)
         self.probes.new(server, wanted, f"round {number}")
         rest(server)
+        reader.until(lambda index: _num_in_dram(index) <= HOST_PAGES)
         self._read(server, plain, life, traffic)
         return wanted
 
-    def _drive(self, server: Server, number: int, model: str, wanted: str) -> Traffic:
+    def _drive(
+        self, server: Server, number: int, model: str, wanted: str, *, has_tiers: bool = True
+    ) -> Traffic:
         """The traffic of a round, in the middle of which the model is changed if need be."""
-        traffic = Traffic(server, number)
+        traffic = Traffic(server, number, has_tiers)
         if wanted == model:
             traffic.run()
         else:
@@ -150,6 +162,25 @@ class Soak:
             # A request whose client hung up may run on; the device is flushed when all is at rest.
             if _NOT_FLUSHED not in error.body:
                 raise
+
+
+def _join(server: Server, reader: KvReader) -> None:
+    """Waits until events are read: SGLang's publisher drops what nobody has subscribed to yet."""
+    number = itertools.count(1)
+
+    def has_heard() -> bool:
+        server.generate(input_ids=[next(number)] * 70, sampling_params={"max_new_tokens": 1})
+        return reader.has_heard
+
+    wait_for(has_heard, "the server's events are read")
+
+
+def _knows_no_tier(index: KvIndex) -> bool:
+    return not any(media - {"GPU"} for media in index.media.values())
+
+
+def _num_in_dram(index: KvIndex) -> int:
+    return sum("CPU_PINNED" in media for media in index.media.values())
 
 
 def _check_counters(host: dict[str, int]) -> None:

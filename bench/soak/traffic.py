@@ -1,5 +1,6 @@
 """What clients do in a round: chats and documents of three tenants, some of which give up.
 
+Half of the requests have hints, some conversations are steered, and one chat outgrows its context.
 A round's texts follow from its number, and each comes in two rounds, so that the second one finds
 what the first left in DRAM, on disk or in the shared folder.
 """
@@ -10,10 +11,12 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from bench.soak import chats, wishes
 from testkit.server import Server, ServerError
 from testkit.workload import Reply, drive, load_tokenizer, make_workload, reply_of
 
@@ -31,6 +34,7 @@ class Traffic:
 
     Attributes:
         server: who is asked.
+        has_tiers: whether it has the plugin, and so an endpoint to steer it.
         number: of the round; decides texts, tenants and who gives up.
         counts: requests by how they ended.
         reused: prompt tokens by the tier they came from.
@@ -38,6 +42,7 @@ class Traffic:
 
     server: Server
     number: int
+    has_tiers: bool = True
     counts: Counter[str] = field(default_factory=Counter)
     reused: Counter[str] = field(default_factory=Counter)
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -58,35 +63,37 @@ class Traffic:
             tokenizer=_TOKENIZER,
         )
         half, begun = len(workload.order) // 2, threading.Event()
-        helper = threading.Thread(target=self._interrupt, args=(begun, in_the_middle))
-        self._error: BaseException | None = None
-        helper.start()
-        try:
-            drive(
-                workload,
-                self._send,
-                in_flight=_IN_FLIGHT,
-                progress=lambda done, _: begun.set() if done >= half else None,
-            )
-        finally:
-            begun.set()
-            helper.join()
-        if self._error is not None:
-            raise self._error
 
-    def _interrupt(self, begun: threading.Event, call: Callable[[], None] | None) -> None:
-        begun.wait()
-        try:
-            if call is not None:
-                call()
-        except BaseException as error:
-            self._error = error
+        def interrupt() -> None:
+            begun.wait()
+            if in_the_middle is not None:
+                in_the_middle()
+
+        with ThreadPoolExecutor(2) as helpers:
+            asides = [helpers.submit(interrupt), helpers.submit(self._talk)]
+            try:
+                drive(
+                    workload,
+                    self._send,
+                    in_flight=_IN_FLIGHT,
+                    progress=lambda done, _: begun.set() if done >= half else None,
+                )
+            finally:
+                begun.set()
+        for aside in asides:
+            aside.result()
+
+    def _talk(self) -> None:
+        told = chats.talk(self.server, self.number)
+        with self._lock:
+            self.counts += told
 
     def _send(self, name: str, prompt: list[int], num_tokens: int) -> Reply:
         rng = random.Random(f"{self.number} {name}")
         way = rng.choice(_WAYS)
         rid = f"soak-{self.number}-{name}"
         extra_key = _TENANTS[int(name.split("-")[1]) % len(_TENANTS)]
+        hints = wishes.hints_of(rng)
         body: dict[str, Any] = {
             "input_ids": prompt,
             "rid": rid,
@@ -94,6 +101,7 @@ class Traffic:
             "sampling_params": {
                 "max_new_tokens": num_tokens if way == "answered" else _LONG_ANSWER,
                 "ignore_eos": True,
+                **({"custom_params": hints} if hints else {}),
             },
         }
         if way == "answered":
@@ -102,8 +110,11 @@ class Traffic:
             reply = self._abort_at_once(body)
         else:
             reply = self._give_up(body, hang_up=way == "hung up")
+        said = wishes.steer(self.server, rng, prompt, extra_key) if self.has_tiers else ""
         with self._lock:
             self.counts[way] += 1
+            self.counts["with hints"] += bool(hints)
+            self.counts[said] += bool(said)
             self.reused.update(reply.by_tier)
         # A chat goes on with no more than was planned, or it would outgrow its context.
         return replace(reply, output_ids=reply.output_ids[:num_tokens])

@@ -10,7 +10,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file, save_file
 
+from runtime_cpu import inprocess
 from testkit.server import TINYLM, Server
+
+inprocess.prepare()
+
+from testkit.kv_reader import publishing  # noqa: E402
 
 # Small, so that every tier is full after some rounds and gives pages up from then on.
 _SLOT_GB = 266_240 / (1 << 30)  # a page of the bundled model, with its header
@@ -60,19 +65,24 @@ class World:
         """The shared folder."""
         return self.folder / "remote"
 
-    def server(self, number: int) -> Server:
-        """A server with every tier; it begins with the bundled model."""
+    def server(self, number: int, events: str) -> Server:
+        """A server with every tier; it begins with the bundled model.
+
+        Args:
+            number: in its log's name.
+            events: where it publishes its KV events.
+        """
         hier = ["--enable-hier-kv", "--hier-kv-host-size", f"{(HOST_PAGES + 0.5) * _SLOT_GB:.9f}"]
         hier += ["--hier-kv-disk-dir", str(self.disk), "--hier-kv-disk-size", str(DISK_MIB / 1024)]
         hier += ["--hier-kv-disk-segment-size", "0.008", "--hier-kv-disk-free-floor", "0.01"]
         url = f"file://{self.remote}?size={REMOTE_MIB}MB&free=1"
-        return self._server(f"server-{number:03}", [*hier, "--hier-kv-remote-url", url])
+        hier += ["--hier-kv-remote-url", url, "--hier-kv-truncation", "overflow"]
+        return self._server(f"server-{number:03}", [*hier, *publishing(events)])
 
     def plain(self, model: str, name: str = "answers") -> Server:
         """Plain SGLang, for the answers or to be compared with; `name` is in its log's name."""
-        return self._server(
-            f"plain-{name}-{model}", ["--page-size", "64", "--sleep-on-idle"], self.models[model]
-        )
+        args = ["--page-size", "64", "--sleep-on-idle", "--allow-auto-truncate"]
+        return self._server(f"plain-{name}-{model}", args, self.models[model])
 
     def _server(self, name: str, args: list[str], model: Path = TINYLM) -> Server:
         return Server(

@@ -33,6 +33,10 @@ def test_mixed_traffic_over_three_servers_is_answered_as_it_should_be(tmp_path: 
     assert counts["weights changed under traffic"] == soak.num_rounds // 3
     assert counts["answered"] > 0
     assert counts["aborted running"] + counts["hung up"] > 0
+    assert counts["with hints"] > 0
+    assert counts["steered"] > 0
+    assert counts["turns of long chats, cut"] > 0
+    assert counts["tokens moved"] > 0
     assert reused["device"] > 0
     assert reused["host"] + reused.get("disk", 0) > 0
     assert report.results["lives"][-1]["plain_rss_mib_growth"] is not None
