@@ -20,24 +20,22 @@ from sglang_ext.simulator.types import Ids, Recorded, System
 ORDERS = ("lru", "fifo", "waiting", "belady")
 """`waiting`: Belady's rule over what the waiting requests need, and LRU for the rest."""
 
-_NEVER = 1 << 60
-
 
 @dataclass(frozen=True)
 class RequestOrder:
-    """Requests in their order.
+    """Requests in the order of their turns, by which they are numbered here.
 
     Attributes:
         prompts: pages that each may hit, root first.
         stored: pages that each leaves, root first.
-        num_waiting: requests that wait at each turn, the one whose turn it is included.
+        known_from: the turn from which each is known to come: the first at which it waits.
         saved: by turn, the requests whose pages were saved since the turn before it; None where
             each request's are saved before the next turn.
     """
 
     prompts: Sequence[Ids]
     stored: Sequence[Ids]
-    num_waiting: Sequence[int]
+    known_from: Sequence[int]
     saved: Sequence[Sequence[int]] | None = None
 
 
@@ -55,22 +53,20 @@ def replay_order(requests: RequestOrder, capacity: int, order: str) -> list[int]
     """
     prompts = [path.tolist() for path in requests.prompts]
     num = len(prompts)
-    known = {"belady": [num] * num, "waiting": list(requests.num_waiting)}.get(order, [0] * num)
-    uses = _uses(prompts)
+    comes = _by_turn({"belady": [0] * num, "waiting": requests.known_from}.get(order, ()), num)
+    known_uses: dict[int, list[int]] = {}  # by page, a heap of the turns that are known
     kept: dict[int, tuple[bool, int, int]] = {}
     queue: list[tuple[bool, int, int, int]] = []
     depth_of: dict[int, int] = {}
     hits: list[int] = []
-    seen_to = 0  # requests whose needs are noted
 
     def put(page: int, key: tuple[bool, int, int]) -> None:
         kept[page] = key
         heapq.heappush(queue, (*key, page))
 
     def use(page: int, turn: int) -> None:
-        following = uses[page][-1] if uses.get(page) else _NEVER
-        if following < seen_to:
-            put(page, (True, -following, -depth_of[page]))
+        if known_uses.get(page):
+            put(page, (True, -known_uses[page][0], -depth_of[page]))
         elif order != "fifo" or page not in kept or kept[page][0]:
             put(page, (False, turn, -depth_of[page]))
 
@@ -88,16 +84,16 @@ def replay_order(requests: RequestOrder, capacity: int, order: str) -> list[int]
     for turn, path in enumerate(prompts):
         for number in requests.saved[turn] if requests.saved is not None else ():
             save(number, turn)
-        end = min(turn + known[turn], num)
-        for number in range(max(seen_to, turn), end):
+        for number in comes[turn]:
             for page in prompts[number]:
-                if page in kept and not kept[page][0]:
+                heapq.heappush(known_uses.setdefault(page, []), number)
+                if page in kept and known_uses[page][0] == number:
                     put(page, (True, -number, -depth_of[page]))
-        seen_to = max(seen_to, end)
         shrink()
         hits.append(next((at for at, page in enumerate(path) if page not in kept), len(path)))
         for page in path:
-            uses[page].pop()
+            if known_uses.get(page) and known_uses[page][0] == turn:
+                heapq.heappop(known_uses[page])
             if page in kept:
                 use(page, turn)
         if requests.saved is None:
@@ -118,11 +114,8 @@ def order_figures(
         warmup: requests that are not measured.
         measured: requests that are, None for all others.
     """
-    requests = recorded.requests
-    paths = RequestOrder(
-        [each.prompt_ids for each in requests], [each.stored_ids for each in requests],
-        recorded.num_waiting, recorded.saved,
-    )  # fmt: skip
+    requests = [recorded.requests[number] for number in recorded.admitted]
+    paths = _as_admitted(recorded)
     hits = replay_order(paths, system.host_pages + system.disk_pages, order)
     seen = np.zeros(recorded.num_pages, np.bool_)
     reused: list[int] = []
@@ -130,7 +123,7 @@ def order_figures(
     prompts: list[int] = []
     stop = len(requests) if measured is None else warmup + measured
     for number, (request, pages) in enumerate(zip(requests, hits, strict=True)):
-        for saved in recorded.saved[number]:
+        for saved in paths.saved[number] if paths.saved is not None else ():
             seen[requests[saved].stored_ids] = True
         known = seen[request.prompt_ids]
         most = len(known) if known.all() else int(np.argmin(known))
@@ -152,10 +145,33 @@ def order_figures(
     }
 
 
-def _uses(prompts: Sequence[Sequence[int]]) -> dict[int, list[int]]:
-    """By page the requests that use it, the last first."""
-    uses: dict[int, list[int]] = {}
-    for at in range(len(prompts) - 1, -1, -1):
-        for page in prompts[at]:
-            uses.setdefault(page, []).append(at)
-    return uses
+def known_ahead(num: int, num_waiting: int) -> list[int]:
+    """`RequestOrder.known_from` where so many wait at each turn, the one whose turn it is included.
+
+    Args:
+        num: requests in all.
+        num_waiting: 0: nobody is known to come.
+    """
+    return [max(turn - num_waiting + 1, 0) if num_waiting else num for turn in range(num)]
+
+
+def _as_admitted(recorded: Recorded) -> RequestOrder:
+    """The order of a run. Who waits at a turn has come and was not admitted before."""
+    requests = [recorded.requests[number] for number in recorded.admitted]
+    turn_of = np.argsort(recorded.admitted)
+    num_come = np.add(recorded.num_waiting, np.arange(len(requests)))  # by each turn
+    return RequestOrder(
+        [each.prompt_ids for each in requests],
+        [each.stored_ids for each in requests],
+        np.searchsorted(num_come, recorded.admitted, side="right").tolist(),
+        [turn_of[numbers].tolist() for numbers in recorded.saved],
+    )
+
+
+def _by_turn(known_from: Sequence[int], num: int) -> list[list[int]]:
+    """The requests that become known at each of so many turns."""
+    comes: list[list[int]] = [[] for _ in range(num)]
+    for number, turn in enumerate(known_from):
+        if turn < num:
+            comes[turn].append(number)
+    return comes

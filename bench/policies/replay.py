@@ -33,7 +33,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from bench.policies.order import RequestOrder, replay_order
+from bench.policies.order import RequestOrder, known_ahead, replay_order
 from bench.policies.workloads.agents import agent_tasks, document_questions
 from bench.policies.workloads.bundled import BUNDLED
 from bench.policies.workloads.models import LLAMA_70B
@@ -288,7 +288,7 @@ def num_reusable(paths: Sequence[Ids]) -> int:
 
 def order_share(paths: Sequence[Ids], capacity: int, order: str, num_waiting: int = 0) -> float:
     """Share of the reusable pages that an order has of a capacity, in pages."""
-    requests = RequestOrder(paths, paths, [num_waiting] * len(paths))
+    requests = RequestOrder(paths, paths, known_ahead(len(paths), num_waiting))
     return sum(replay_order(requests, capacity, order)) / max(num_reusable(paths), 1)
 
 

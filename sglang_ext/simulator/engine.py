@@ -88,7 +88,11 @@ def run(
     simulator = Simulator(source, system, config or POLICIES[policy], tally, on_admitted)
     simulator.run()
     done = Recorded(
-        simulator.requests, max(source.num_pages, 1), simulator.num_waiting, simulator.saved
+        simulator.requests,
+        max(source.num_pages, 1),
+        simulator.admitted,
+        simulator.num_waiting,
+        simulator.saved,
     )
     return tally.outcome(policy, done, simulator.counters())
 

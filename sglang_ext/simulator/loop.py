@@ -1,9 +1,10 @@
 """The simulator's loop: arrivals, admission, prefill, decoding and the disk, in virtual time.
 
-First come, first served. One prefill runs at a time and holds up decoding, as continuous batching
-does (AttentionStore 4.2). The head of the queue is admitted when a place in the batch is free, no
-prefill runs and the waiting room lets it go; while it is held back for pages that are on their way
-the others go on decoding.
+First come, first served, but that a request that is held for its pages holds up nobody: when a
+place in the batch is free and no prefill runs, the waiting requests are asked for in their order,
+in each step of the scheduler, and the first that the waiting room lets go is admitted, as SGLang's
+scheduler does. How long one can be passed over is the waiting room's to say, as in a server. One
+prefill runs at a time and holds up decoding, as continuous batching does (AttentionStore 4.2).
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from sglang_ext.simulator.tally import Tally
 from sglang_ext.simulator.types import Request, System
 from sglang_ext.tiers.policy import PolicyConfig
 
-_POLL_S = 0.02  # how often the scheduler looks at a request that it holds back
-# Of one request, but while something is on its way between DRAM and disk: of a machine that is
+_POLL_S = 0.02  # how often the scheduler looks at the queue while it holds all of it back
+# In a row, but while something is on its way between DRAM and disk: of a machine that is
 # scaled down with its traffic, one prompt may take the disk an hour.
 _MAX_POLLS = 100_000
 
@@ -45,6 +46,7 @@ class Simulator:
         self._on_admitted = on_admitted
         self.store = Store(system, placement, max(source.num_pages, 1))
         self.requests: list[Request] = []
+        self.admitted: list[int] = []  # numbers, in order
         self.num_waiting: list[int] = []  # at each admission, in order
         self.saved: list[list[int]] = []  # at each admission: who was saved since the last
         self._saved: list[int] = []  # since the last admission
@@ -56,7 +58,9 @@ class Simulator:
         self._changed = False  # the queue, or what is stored, since the scheduler's last step
         self._running: list[tuple[float, int, Request]] = []  # by `_decoded_s` of the end
         self._prefill: tuple[float, Request] | None = None
-        self._turn: tuple[float, int, int] | None = None  # of the head: since when, pages, polls
+        self._head: tuple[int, int] | None = None  # number, and pages in DRAM at its turn
+        self._idle_from_s: float | None = None  # since then all that wait are held
+        self._num_polls = 0  # since then
 
     def run(self) -> None:
         """Runs until everything is answered."""
@@ -66,10 +70,11 @@ class Simulator:
             while (next_s := self._next_s()) < math.inf:
                 self._advance(next_s)
                 self._do_due()
-                if self._changed or self._turn is not None:
+                if self._changed or self._may_prefill:
                     self.store.step(self._order)
                     self._changed = False
-                self._admit()
+                if self._may_prefill:
+                    self._admit_one()
         finally:
             self._counters = self.store.counters()
             self.store.close()
@@ -95,7 +100,7 @@ class Simulator:
         """When something happens next."""
         arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
         prefill_s = self._prefill[0] if self._prefill else math.inf
-        poll_s = self.now_s + _POLL_S if self._turn is not None else math.inf
+        poll_s = self.now_s + _POLL_S if self._idle_from_s is not None else math.inf
         return min(arrival_s, prefill_s, self._answer_s(), self.store.next_s(), poll_s)
 
     def _advance(self, to_s: float) -> None:
@@ -150,30 +155,44 @@ class Simulator:
 
     # ---- admission ----
 
-    def _admit(self) -> None:
-        if self._prefill or not self._order or len(self._running) >= self._system.batch:
-            return
-        request = self.requests[self._order[0]]
-        if self._turn is None:
-            self._turn = (self.now_s, self.store.num_in_dram(request), 0)
-            self.store.step(self._order)  # sees what the disk has done since the last
-        since_s, early, polls = self._turn
-        if not self.store.may_admit(request):
-            if polls >= _MAX_POLLS and math.isinf(self.store.next_s()):
-                raise RuntimeError(f"Request {request.number} was never let go.")
-            self._turn = (since_s, early, polls + 1)
-            return
-        self._turn = None
+    @property
+    def _may_prefill(self) -> bool:
+        """Whether somebody waits and the device could run it."""
+        if self._prefill or not self._order:
+            return False
+        return len(self._running) < self._system.batch
+
+    def _admit_one(self) -> None:
+        """Asks for the waiting requests in their order, and admits the first that is let go."""
+        head = self._order[0]
+        if self._head is None or self._head[0] != head:
+            self._head = (head, self.store.num_in_dram(self.requests[head]))
+        for number in self._order:
+            if self.store.may_admit(self.requests[number]):
+                self._admit(self.requests[number])
+                return
+        if self._idle_from_s is None:
+            self._idle_from_s = self.now_s
+        if self._num_polls >= _MAX_POLLS and math.isinf(self.store.next_s()):
+            raise RuntimeError(f"Of {len(self._order)} waiting requests none was ever let go.")
+        self._num_polls += 1
+
+    def _admit(self, request: Request) -> None:
+        """A request runs; one that goes ahead of the head had all that it loads in DRAM."""
+        self.admitted.append(request.number)
         self.num_waiting.append(len(self._order))
         self.saved.append(self._saved)
         self._saved = []
-        self._order.pop(0)
+        self._order.remove(request.number)
         self._changed = True
         hits = self.store.admit(request)
         reusable = max(request.history_pages, self.store.seen_prefix(request.prompt_ids))
-        late = max(hits - early, 0)
-        self._tally.admitted(request, hits, reusable, late, self.num_waiting[-1])
-        self._tally.waited_for_load(request, self.now_s - since_s)
+        assert self._head is not None
+        early = self._head[1] if request.number == self._head[0] else hits
+        self._tally.admitted(request, hits, reusable, max(hits - early, 0), self.num_waiting[-1])
+        idle_from_s = self.now_s if self._idle_from_s is None else self._idle_from_s
+        self._tally.waited_for_load(request, self.now_s - idle_from_s)
+        self._idle_from_s, self._num_polls = None, 0
         self._start_prefill(request, hits)
         if self._on_admitted is not None:
             self._on_admitted(len(self.num_waiting))

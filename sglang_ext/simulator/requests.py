@@ -96,7 +96,12 @@ class Store:
 
     def may_admit(self, request: Request) -> bool:
         """False while a request should wait for its pages."""
-        return self.server is None or self.server.room.may_admit(request.number)
+        if self.server is None:
+            return True
+        may_run = self.server.room.may_admit(request.number)
+        if may_run:
+            self.server.room.let_go(request.number)
+        return may_run
 
     def admit(self, request: Request) -> int:
         """A request runs; returns the leading pages that it need not compute."""

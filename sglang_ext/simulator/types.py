@@ -176,12 +176,14 @@ class Recorded:
     Attributes:
         requests: the requests.
         num_pages: page ids are below this.
+        admitted: their numbers in the order in which they were admitted.
         num_waiting: how many requests waited when each was admitted, itself included.
         saved: by admission, numbers of the requests that were saved since the one before.
     """
 
     requests: list[Request]
     num_pages: int
+    admitted: list[int]
     num_waiting: list[int]
     saved: list[list[int]]
 

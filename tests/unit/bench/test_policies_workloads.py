@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bench.policies.order import ORDERS, RequestOrder, replay_order
+from bench.policies.order import ORDERS, RequestOrder, known_ahead, replay_order
 from bench.policies.workloads.bundled import BUNDLED
 from bench.policies.workloads.loads import num_blocks, reusable_tokens, stretched
 from bench.policies.workloads.models import CHAT_MODELS, LLAMA_13B, LLAMA_65B
@@ -88,7 +88,7 @@ def test_the_bundled_trace_is_the_published_one(trace: list[Line]) -> None:
 
 def _hit_tokens(lines: list[Line], capacity: int, order: str) -> int:
     paths = [line.hash_ids for line in lines]
-    hits = replay_order(RequestOrder(paths, paths, [1] * len(paths)), capacity, order)
+    hits = replay_order(RequestOrder(paths, paths, known_ahead(len(paths), 1)), capacity, order)
     return sum(min(num * 512, line.input_tokens) for num, line in zip(hits, lines, strict=True))
 
 

@@ -11,7 +11,7 @@ import pytest
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.settings.config import PREFETCH_POLICIES, HierKVConfig
 from sglang_ext.simulator import loop
-from sglang_ext.simulator.engine import Conversation, Outcome, System, Turn, run
+from sglang_ext.simulator.engine import Conversation, Outcome, System, TraceRequest, Turn, run
 from sglang_ext.simulator.forwards import Forwards
 from sglang_ext.simulator.virtual_store import (
     DEFAULT_PREFETCH_POLICY,
@@ -71,6 +71,26 @@ def test_a_disk_that_takes_long_is_no_request_that_is_never_let_go(
     waits = run_with(0.1, "wait_complete")
     assert waits.ttft_mean_s > 1.0
     assert waits.hit_rate > 0.9
+
+
+@pytest.mark.parametrize("policy", ["lookahead", "off"])
+def test_a_request_that_is_held_for_its_pages_holds_up_nobody(policy: str) -> None:
+    num, pages = 20, np.arange(15)
+    trace = [TraceRequest(5.0 * at, pages + 15 * at, 1501, 10) for at in range(num)]
+    trace.append(TraceRequest(200.0, pages, 1501, 10))  # left DRAM; takes the disk 1.5 s
+    trace.append(TraceRequest(200.1, pages + 15 * num, 1501, 10))  # nobody has seen these
+    trace.append(TraceRequest(200.2, pages + 15 * (num + 1), 1501, 10))
+    system = replace(MACHINE, disk_gb_s=0.1, disk_write_gb_s=5.0, prefetch_policy="wait_complete")
+
+    done = run(trace, system, policy)
+
+    assert done.recorded.admitted == [*range(num), num + 1, num + 2, num]
+    assert done.recorded.num_waiting[-3:] == [2, 2, 1]
+    assert done.reused_tokens == 1500
+    assert done.ttft_s[-3:].tolist() == pytest.approx([0.15, 0.2, 1.5], abs=0.05)
+    # The device had nothing to run but while the held one was alone.
+    assert done.wait_load_s == pytest.approx(1.2, abs=0.05)
+    assert done.disk_tokens == 1500
 
 
 def test_without_a_disk_there_is_nothing_to_decide() -> None:
