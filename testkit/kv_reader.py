@@ -28,9 +28,9 @@ _WAIT_S = 300.0
 Place = tuple[int | None, str, tuple[int, ...]]
 
 
-def publishing(endpoint: str, event_format: str = "default") -> list[str]:
+def publishing(endpoint: str, event_format: str = "default", **more: int) -> list[str]:
     """Arguments of a server whose events come from there, in one of SGLang's formats."""
-    events = {"publisher": "zmq", "topic": "kv", "endpoint": endpoint, "bind": True}
+    events = {"publisher": "zmq", "topic": "kv", "endpoint": endpoint, "bind": True, **more}
     events["format"] = event_format
     return ["--kv-events-config", json.dumps(events)]
 

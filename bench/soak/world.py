@@ -22,6 +22,9 @@ _SLOT_GB = 266_240 / (1 << 30)  # a page of the bundled model, with its header
 HOST_PAGES = 120
 DISK_MIB, REMOTE_MIB = 96, 128
 POOL_TOKENS = 8192
+# SGLang keeps 10,000 messages of events for who reads late, unless told otherwise: a megabyte a
+# round until it has them.
+_KEPT_EVENTS = 64
 _START_S = 900.0  # for a server to start, on any machine
 
 # SGLang ends a server whose books of rows and requests do not add up: at every idle moment unless
@@ -77,7 +80,7 @@ class World:
         hier += ["--hier-kv-disk-segment-size", "0.008", "--hier-kv-disk-free-floor", "0.01"]
         url = f"file://{self.remote}?size={REMOTE_MIB}MB&free=1"
         hier += ["--hier-kv-remote-url", url, "--hier-kv-truncation", "overflow"]
-        return self._server(f"server-{number:03}", [*hier, *publishing(events)])
+        return self._server(f"server-{number:03}", [*hier, *publishing(events, buffer_steps=_KEPT_EVENTS)])
 
     def plain(self, model: str, name: str = "answers") -> Server:
         """Plain SGLang, for the answers or to be compared with; `name` is in its log's name."""
