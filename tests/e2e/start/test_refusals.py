@@ -62,6 +62,15 @@ NO_DRAFTS = {
     ),
     "sessions": (["--enable-streaming-session"], "no --enable-streaming-session"),
 }
+# Guesses that branch: SGLang itself has them with pages of one token alone, and asks for these.
+BRANCHES = {
+    "EAGLE": ([*EAGLE, "--speculative-eagle-topk", "4"], "--speculative-eagle-topk 1", "got 4;"),
+    "NGRAM": (
+        ["--speculative-algorithm", "NGRAM"],
+        "--speculative-eagle-topk 1 (--speculative-ngram-max-bfs-breadth 1)",
+        "got 10;",
+    ),
+}
 # A model of latent rows, and of it drafts that are refused: what is added, and the sentence.
 LATENT: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
@@ -411,6 +420,9 @@ def parsed(folder: Path) -> Parsed:
     for name, (added, _) in {"taken": ([], []), **NO_DRAFTS}.items():
         given = ["--model-path", str(TINYLM), *DUMMY, *ON[2:], *SMALL, *EAGLE, *added]
         cases[f"drafts: {name}"] = {"argv": given, "resolve": True}
+    for name, (added, *_) in BRANCHES.items():
+        given = ["--model-path", str(TINYLM), *DUMMY, *ON[2:], *SMALL, *added]
+        cases[f"branches: {name}"] = {"argv": given, "resolve": True}
     own = ["--speculative-algorithm", "NEXTN", *DRAFTS]
     for name, (model, added) in {
         "taken: its own layer": (make_model(folder / "latent", **LATENT), own),
@@ -564,6 +576,15 @@ def test_what_drafts_were_not_tried_with_is_refused(
     result = parsed[f"drafts: {name}"]
     expected = [f"{NO_DRAFTS[name][1]} with --speculative-algorithm EAGLE", "leave --speculative"]
     assert_refused(result, expected, folder)
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_guesses_that_branch_are_refused_in_a_sentence(
+    parsed: Parsed, folder: Path, name: str
+) -> None:
+    _, flag, found = BRANCHES[name]
+    expected = [f"{flag} with --speculative-algorithm {name}", found, "leave --speculative"]
+    assert_refused(parsed[f"branches: {name}"], expected, folder)
 
 
 @pytest.mark.parametrize("name", STATES)
