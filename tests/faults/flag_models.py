@@ -16,7 +16,13 @@ _LATENT = {
     "num_nextn_predict_layers": 1, "first_k_dense_replace": 8, "n_routed_experts": 4,
     "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
     "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "moe_layer_freq": 1,
+    # SGLang has no other rotation of rows of an index on a CPU.
+    "rope_parameters": {
+        "type": "yarn", "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 1024,
+    },
 }  # fmt: skip
 _EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
