@@ -80,7 +80,8 @@ class World:
         hier += ["--hier-kv-disk-segment-size", "0.008", "--hier-kv-disk-free-floor", "0.01"]
         url = f"file://{self.remote}?size={REMOTE_MIB}MB&free=1"
         hier += ["--hier-kv-remote-url", url, "--hier-kv-truncation", "overflow"]
-        return self._server(f"server-{number:03}", [*hier, *publishing(events, buffer_steps=_KEPT_EVENTS)])
+        hier += publishing(events, buffer_steps=_KEPT_EVENTS)
+        return self._server(f"server-{number:03}", hier)
 
     def plain(self, model: str, name: str = "answers") -> Server:
         """Plain SGLang, for the answers or to be compared with; `name` is in its log's name."""

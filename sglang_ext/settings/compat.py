@@ -33,6 +33,7 @@ from sglang_ext.settings.speculation import (
     KEYED_BY_PAIRS,
     OTHER_DRAFT,
     WITHOUT_SPECULATION,
+    outside_chains,
     outside_rows,
     outside_speculation,
 )
@@ -182,6 +183,16 @@ def check_kind(name: str) -> None:
     kind = MODEL_KINDS[name]
     if not kind.is_served:
         _refuse(kind.expected, kind.found, kind.advice)
+
+
+def check_chains(read: Callable[[str], Any]) -> None:
+    """Refuses guesses that branch.
+
+    Args:
+        read: one of SGLang's arguments by its name, as far as SGLang has resolved it.
+    """
+    for expected, found in outside_chains(read):
+        _refuse(expected, found, WITHOUT_SPECULATION)
 
 
 def _check_windows(resolved: Resolved, config: HierKVConfig) -> None:

@@ -44,11 +44,7 @@ def outside_speculation(
         *adapters_and_sessions(read),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
-        # With branches SGLang moves the KV of accepted tokens behind the tree's root.
-        (
-            "--speculative-eagle-topk 1" + _BRANCHES[algorithm == NGRAM],
-            read("speculative_eagle_topk"),
-        ),
+        _of_branches(read),
         ("no --speculative-adaptive", on(read("speculative_adaptive"))),
     ]
     if kind not in LATENT_KINDS or algorithm != EAGLE:
@@ -66,6 +62,25 @@ def outside_speculation(
             found.append(("full attention in every layer", "a model with other layers"))
         found += _outside_masks(read, kind)
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
+
+
+def outside_chains(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    """What is expected and what came, of guesses that branch.
+
+    Of `outside_speculation` it is what SGLang may say itself, by asking for pages of one token.
+
+    Args:
+        read: an argument's value by its name, as SGLang resolved it.
+    """
+    algorithm = read("speculative_algorithm")
+    if algorithm is not None:
+        yield from outside([_of_branches(read)], f"with --speculative-algorithm {algorithm}")
+
+
+def _of_branches(read: Callable[[str], Any]) -> tuple[str, Any]:
+    """With branches SGLang moves the KV of accepted tokens behind the tree's root."""
+    flag = "--speculative-eagle-topk 1" + _BRANCHES[read("speculative_algorithm") == NGRAM]
+    return flag, read("speculative_eagle_topk")
 
 
 def outside_rows(target: str, draft: str) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,17 @@ from testkit.server import TINYLM
 _LATENT = {
     "kv_lora_rank": 64, "q_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 32,
     "v_head_dim": 32,
+    # A draft layer behind the model's own, with experts as it always has.
+    "num_nextn_predict_layers": 1, "first_k_dense_replace": 8, "n_routed_experts": 4,
+    "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
+    "scoring_func": "sigmoid", "topk_method": "noaux_tc", "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1, "moe_layer_freq": 1,
+    # SGLang has no other rotation of rows of an index on a CPU.
+    "rope_parameters": {
+        "type": "yarn", "rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0,
+        "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 1024,
+    },
 }  # fmt: skip
 _EXPERTS = {
     "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64,
@@ -75,11 +86,16 @@ SERVED = (
 ARGUMENTS = {name: ["--max-mamba-cache-size", "24"] for name in ("qwen3-next", "nemotron-h")}
 
 
-def model_folder(folder: Path, name: str) -> Path:
-    """Makes a folder with the configuration of a model and a tokenizer, and no weights."""
+def model_folder(folder: Path, changes: dict[str, Any]) -> Path:
+    """Makes a folder with the configuration of a model and a tokenizer, and no weights.
+
+    Args:
+        folder: made here.
+        changes: what differs from the bundled model's configuration.
+    """
     folder.mkdir()
     for file in TOKENIZER_FILES:
         (folder / file).symlink_to(TINYLM / file)
     config = json.loads((TINYLM / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, **MODELS[name]}))
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
     return folder

@@ -6,12 +6,13 @@ import logging
 import sys
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib.metadata import version
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.model_kind import hybrid_stages, model_kind, rows_of
-from sglang_ext.settings.compat import Resolved, check_kind, check_resolved
+from sglang_ext.settings.compat import Resolved, check_chains, check_kind, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import STATE_KINDS
 from sglang_ext.settings.speculation import NGRAM
@@ -40,6 +41,8 @@ def around_resolution(resolve: Callable[[Any], None], self: Any) -> None:
 
 
 def _resolve_and_check(resolve: Callable[[Any], None], server_args: Any) -> None:
+    from sglang.srt.arg_groups.overrides import resolution_result
+
     try:
         resolve(server_args)
     except Exception as error:
@@ -50,6 +53,8 @@ def _resolve_and_check(resolve: Callable[[Any], None], server_args: Any) -> None
             check_kind(kind)
             if kind in STATE_KINDS and isinstance(error, AssertionError):
                 raise _in_words(error, server_args) from error
+        # Nor does it let guesses branch with these pages, which is refused with any.
+        check_chains(partial(resolution_result, server_args))
         raise
     config = HierKVConfig.from_dict(server_args._hier_kv)
     for warning in check_resolved(resolved(server_args), config):

@@ -62,6 +62,15 @@ NO_DRAFTS = {
     ),
     "sessions": (["--enable-streaming-session"], "no --enable-streaming-session"),
 }
+# Guesses that branch: SGLang itself has them with pages of one token alone, and asks for these.
+BRANCHES = {
+    "EAGLE": ([*EAGLE, "--speculative-eagle-topk", "4"], "--speculative-eagle-topk 1", "got 4;"),
+    "NGRAM": (
+        ["--speculative-algorithm", "NGRAM"],
+        "--speculative-eagle-topk 1 (--speculative-ngram-max-bfs-breadth 1)",
+        "got 10;",
+    ),
+}
 # A model of latent rows, and of it drafts that are refused: what is added, and the sentence.
 LATENT: dict[str, Any] = {
     "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3",
@@ -439,6 +448,9 @@ def parsed(folder: Path) -> Parsed:
     for name, (added, _) in {"taken": ([], []), **NO_DRAFTS}.items():
         given = ["--model-path", str(TINYLM), *DUMMY, *ON[2:], *SMALL, *EAGLE, *added]
         cases[f"drafts: {name}"] = {"argv": given, "resolve": True}
+    for name, (added, *_) in BRANCHES.items():
+        given = ["--model-path", str(TINYLM), *DUMMY, *ON[2:], *SMALL, *added]
+        cases[f"branches: {name}"] = {"argv": given, "resolve": True}
     own = ["--speculative-algorithm", "NEXTN", *DRAFTS]
     for name, (model, added) in {
         "taken: its own layer": (make_model(folder / "latent", **LATENT), own),
@@ -566,6 +578,15 @@ def test_k_and_v_head_by_head_are_refused_where_sglang_keeps_them_so(
     expected = ["side by side (NHD)", "got SGLANG_USE_HND_KVCACHE=1", "unset that variable"]
     assert_refused(result, expected, folder)
     assert parsed["head by head: latent rows"].get("hier_kv")
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_guesses_that_branch_are_refused_in_a_sentence(
+    parsed: Parsed, folder: Path, name: str
+) -> None:
+    _, flag, found = BRANCHES[name]
+    expected = [f"{flag} with --speculative-algorithm {name}", found, "leave --speculative"]
+    assert_refused(parsed[f"branches: {name}"], expected, folder)
 
 
 @pytest.mark.parametrize("name", FLAG_ALONE)

@@ -34,6 +34,7 @@ from typing import Any
 from runtime_cpu import launch
 from testkit.server import ROOT
 from tests.faults.flag_models import ARGUMENTS, MODELS, SERVED, model_folder
+from tests.faults.flag_modes import draw_mode, placed
 
 _HERE = "tests.faults.fuzz.fuzz_flags"
 _PLUGIN = ["--enable-hier-kv", "--hier-kv-host-size", "0.05"]
@@ -76,7 +77,7 @@ def _cases(num_cases: int, seed: int) -> list[dict[str, Any]]:
     out = []
     with tempfile.TemporaryDirectory() as folder:
         for name in MODELS:
-            model_folder(Path(folder) / name, name)
+            model_folder(Path(folder) / name, MODELS[name])
         # What every case imports is imported once, before the first fork.
         _import_all(str(Path(folder) / "llama"))
         for _ in range(num_cases):
@@ -84,7 +85,8 @@ def _cases(num_cases: int, seed: int) -> list[dict[str, Any]]:
             drawn = random_.sample(choices, random_.randint(1, _MOST_ARGUMENTS))
             added = [part for values in drawn for part in random_.choice(values)]
             argv = ["--model-path", str(Path(folder) / name), *_BASE, *_CPU]
-            argv += [*ARGUMENTS.get(name, ()), *added]
+            added += draw_mode(random_, name)
+            argv += [*ARGUMENTS.get(name, ()), *placed(added, Path(folder))]
             end, words = _in_a_process(_end_of, argv)
             if end == "FAILED" and _in_a_process(_end_without, argv)[0] == "FAILED":
                 end = "sglang"
@@ -160,10 +162,10 @@ def _end_of(argv: list[str]) -> tuple[str, str]:
 
 def _end_without(argv: list[str]) -> tuple[str, str]:
     """How it ends without the plugin."""
-    from tests.faults.flag_build import build_pools
+    from tests.faults.flag_build import build_without
 
     try:
-        build_pools(_resolve(argv))
+        build_without(_resolve(argv))
     except (Exception, SystemExit):
         return "FAILED", ""
     return "accepted", ""

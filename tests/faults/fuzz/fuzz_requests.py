@@ -20,7 +20,8 @@ from typing import Any
 
 from testkit.requests import by_tier, flush_device, settle
 from testkit.server import Server, ServerError
-from tests.faults.flag_models import ARGUMENTS, model_folder
+from tests.faults.flag_models import ARGUMENTS, MODELS, model_folder
+from tests.faults.flag_modes import placed
 from tests.faults.fuzz.fuzz_flags import run
 
 _PLUGIN = ["--enable-hier-kv", "--hier-kv-host-size", "0.1", "--hier-kv-disk-size", "0.1"]
@@ -49,8 +50,8 @@ def serve(case: dict[str, Any], folder: Path, plugin: list[str]) -> str:
     name = case["model"]
     model = folder / name
     if not model.exists():
-        model_folder(model, name)
-    args = [*_BASE, *ARGUMENTS.get(name, ()), *case["arguments"], *plugin]
+        model_folder(model, MODELS[name])
+    args = [*_BASE, *ARGUMENTS.get(name, ()), *placed(case["arguments"], folder), *plugin]
     log = folder / "server.log"
     try:
         with Server(
