@@ -40,7 +40,7 @@ from sglang_ext.tiers.disk.segments.thinned import ThinnedSegments
 from sglang_ext.tiers.records.record import RecordMeta
 
 _GIVE_UP_SHARE = 8  # of a segment, at least one in so many is given up at once
-_MAX_FAILED = 2  # segments that could not be opened, until no more is given up
+_MAX_FAILED = 3  # segments that could not be opened, until a call goes without
 _MAX_ROUNDS = 16  # of giving up, until a segment is worth opening
 
 Gaps = npt.NDArray[np.int64]
@@ -217,25 +217,32 @@ class Reuser:
         def num_fresh(segment_id: int) -> int:
             return sum(fresh.get(segment_id, {}).values())
 
-        num_failed = 0
-        for _ in range(_MAX_ROUNDS):
-            self._thinned.note(keeper.take_thinned())
-            while (segment := self._thinned.take(namespace, blocks[0], num_fresh)) is not None:
-                try:
-                    opened = ReusedSegment.open(
-                        self._context, segment, keeper, fresh.get(segment.segment_id, {}), blocks[0]
-                    )
-                except (OSError, FutureVersionError, LockedFooterError):
-                    self._context.counters.error("io_read")
-                    num_failed += 1
-                    continue
-                if opened is not None:
-                    self._context.counters.add("segments_reused")
-                    return opened
-            # A disk that fails is no fuller for it: pages given up would not mend that.
-            if num_failed > _MAX_FAILED or not keeper.give_up(step):
-                return None
-        return None
+        failed: list[int] = []
+        try:
+            for _ in range(_MAX_ROUNDS):
+                self._thinned.note(keeper.take_thinned())
+                while (segment := self._thinned.take(namespace, blocks[0], num_fresh)) is not None:
+                    kept = fresh.get(segment.segment_id, {})
+                    try:
+                        opened = ReusedSegment.open(self._context, segment, keeper, kept, blocks[0])
+                    except OSError:
+                        self._context.counters.error("io_read")
+                        failed.append(segment.segment_id)
+                        # A disk that fails is no fuller for it: to give up pages mends nothing.
+                        if len(failed) == _MAX_FAILED:
+                            return None
+                        continue
+                    except (FutureVersionError, LockedFooterError):
+                        self._context.counters.error("io_read")
+                        continue
+                    if opened is not None:
+                        self._context.counters.add("segments_reused")
+                        return opened
+                if not keeper.give_up(step):
+                    return None
+            return None
+        finally:  # they may be opened at another time, and an empty one loses no more pages
+            self._thinned.note({each: keeper.num_live_blocks(each) for each in failed})
 
 
 def _entries(pages: RecoveredPages, lengths: Mapping[int, int]) -> dict[int, _Entry] | None:

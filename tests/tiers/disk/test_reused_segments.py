@@ -6,17 +6,19 @@ import errno
 import itertools
 import os
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from sglang_ext.tiers.base import Location
+from sglang_ext.tiers.base import Location, RecoveredPages
 from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.disk.config import MIN_SLOTS
 from sglang_ext.tiers.disk.reused_segments import ReusedSegment
+from sglang_ext.tiers.disk.segments.catalog import Segment
 from sglang_ext.tiers.disk.segments.fileio import FileIO
-from sglang_ext.tiers.disk.segments.layout import segment_file_bytes
+from sglang_ext.tiers.disk.segments.layout import footer_bytes_bound, segment_file_bytes
 from sglang_ext.tiers.records.record import VerifyResult
 from testkit.page_books import PageBooks
 from tests.tiers.conftest import OpenTier
@@ -363,8 +365,8 @@ def test_a_disk_that_fails_costs_few_good_pages(open_tier: OpenTier) -> None:
     namespace = world.tier._catalog.namespace(NAMESPACE)
     assert namespace is not None
     assert writer._reuser.open(namespace, world.books, [8], {}) is None
-    assert before - len(world.books.pages) <= 3 * (namespace.num_slots // 8 + 1)
-    assert world.tier.stats().errors["io_read"] > 2
+    assert before - len(world.books.pages) <= 2 * (namespace.num_slots // 8 + 1)
+    assert world.tier.stats().errors["io_read"] == 3
     io.refuses = False
     assert writer._reuser.open(namespace, world.books, [8], {}) is not None
 
@@ -407,3 +409,69 @@ def test_salvage_moves_no_more_than_fits_the_places_of_a_reused_segment(
     )
     writer.reclaimer.reclaim(segments[victim])
     assert world.tier.stats().records_salvaged == 2
+
+
+def test_a_segment_that_could_not_be_opened_once_is_not_forgotten(open_tier: OpenTier) -> None:
+    """A process out of file descriptors for a moment does not lose the room of empty segments."""
+    io = _Unreadable()
+    world = World(open_tier, False, io=io)
+    while not world.tier.stats().segments_reused:
+        assert None not in world.write(range(len(world.numbers), len(world.numbers) + 1))
+    writer = world.tier._writer
+    namespace = world.tier._catalog.namespace(NAMESPACE)
+    assert namespace is not None
+    writer.seal(NAMESPACE)
+    emptied = sorted({place.segment for place in world.books.pages})[:2]
+    world.books._forget([place for place in world.books.pages if place.segment in emptied])
+    io.refuses = True
+    assert writer._reuser.open(namespace, world.books, [8], {}) is None
+    io.refuses = False
+    opened = writer._reuser.open(namespace, world.books, [8], {})
+    assert opened is not None
+    assert opened.segment.segment_id in emptied
+
+
+def _reopened(gaps: list[tuple[int, int]], footer_bytes: int, num_kept: int = 0) -> ReusedSegment:
+    """A packed segment with these free runs, and so much room for its footer."""
+    opened = ReusedSegment.__new__(ReusedSegment)
+    opened.segment = Segment(1, NAMESPACE, Path(), PACKED_SLOT_BYTES, 500, 0, 0, False, True)
+    opened._gaps = np.array(gaps, np.int64)
+    opened._footer_bytes = footer_bytes
+    opened._entries = dict.fromkeys(range(1000, 1000 + num_kept), (b"", b"", 0, 1))
+    return opened
+
+
+def test_a_record_takes_the_shortest_run_that_holds_it() -> None:
+    opened = _reopened([(1, 9), (20, 24), (30, 36)], 1 << 20)
+    assert opened._find_places([4, 6, 8]) == [20, 30, 1]
+    assert opened._find_places([3, 1, 6, 2]) == [20, 23, 30, 1]
+    assert opened.count_fitting([8, 6, 5]) == 2
+
+
+@pytest.mark.parametrize("num_kept", [0, 1, 500])
+def test_no_more_records_are_taken_than_the_footer_has_room_for(num_kept: int) -> None:
+    for more in range(1, 40):
+        footer_bytes = footer_bytes_bound(num_kept + 1 + 2 * more)
+        opened = _reopened([(1, 400)], footer_bytes, num_kept)
+        most = opened.count_fitting([1] * 300)
+        assert footer_bytes_bound(num_kept + 1 + 2 * most) <= footer_bytes
+        assert most == 300 or footer_bytes_bound(num_kept + 1 + 2 * (most + 1)) > footer_bytes
+        assert opened.count_fitting([1] * min(most, 3)) == min(most, 3)
+
+
+def test_what_a_namespace_holds_is_entered_under_the_write_lock(open_tier: OpenTier) -> None:
+    """Nobody makes room in it before the owner knows what is a page."""
+    world = World(open_tier, True)
+    world.write(range(10))
+    world.tier.close()
+    tier = open_tier(max_bytes=MAX_BYTES, direct_io="off")
+    may_write: list[bool] = []
+
+    def enter(pages: RecoveredPages) -> None:
+        assert len(pages) == 10
+        with ThreadPoolExecutor(1) as other:
+            lock = tier._writer.lock
+            may_write.append(other.submit(lock.acquire, blocking=False).result())
+
+    tier.open_namespace(NAMESPACE, PACKED_SLOT_BYTES, {}, packed=True, enter=enter)
+    assert may_write == [False]

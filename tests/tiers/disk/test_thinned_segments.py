@@ -117,3 +117,21 @@ def test_unfit_segments_are_told_by_a_count() -> None:
     assert [each.segment_id for each in world.catalog.sealed_unfit(world.namespace)] == [21]
     world.catalog.remove(world.namespace.segments[21])
     assert world.catalog.sealed_unfit(world.namespace) == []
+
+
+def test_one_that_was_noted_often_is_looked_at_once() -> None:
+    """A short segment may be worth it where long ones are not."""
+    world = World(9)
+    short = Segment(30, DIGEST, Path(), SLOT_BYTES, 3, 0, 0, True, True)
+    world.catalog.add(short)
+    for _ in range(9):
+        world.note(dict.fromkeys((1, 2, 3), SEGMENT_BLOCKS - 3))
+    world.note({30: 0})
+    assert world.take() == 30
+    assert len(world.looked) == 4
+    world.looked.clear()
+    for number in range(100, 140):
+        world.add(number, DIGEST)
+        world.note({number: SEGMENT_BLOCKS - 3})
+    assert world.take() is None
+    assert len(world.looked) <= 16

@@ -284,49 +284,65 @@ def _bound_by_permissions() -> Iterator[None]:
         assert libc.capset(header, before) == 0
 
 
-def _overfill(store: RemoteStore, folder: Path, mode: int) -> list[Path]:
-    """Stores more than fits, the oldest in folders of a mode; returns those folders."""
-    store.put(make_items(range(36)))
+def _shut_oldest(store: RemoteStore, folder: Path, num: int, mode: int) -> list[Path]:
+    """Stores so many pages, which fit; the eight oldest lie in folders of a mode."""
+    store.put(make_items(range(num)))
+    assert _scans(_reclaimer(store))
     shut = [path.parent for path in _values(folder)[:8]]
     for number, path in enumerate(_values(folder)):
         at_s = time.time() - (7200 if number < 8 else 600)
         os.utime(path, (at_s, at_s))
     for each in shut:
         each.chmod(mode)
-    store.put(make_items(range(36, 44)))
     return shut
 
 
-def test_what_cannot_be_removed_counts_all_the_same(open_: Open, tmp_path: Path) -> None:
-    """Else a folder would grow by as much at each look."""
+@contextlib.contextmanager
+def _with_shut(store: RemoteStore, folder: Path, num: int, mode: int) -> Iterator[list[Path]]:
+    """`_shut_oldest`; their mode is as before at the end."""
+    shut = _shut_oldest(store, folder, num, mode)
+    try:
+        yield shut
+    finally:
+        for each in shut:
+            each.chmod(0o700)
+
+
+@pytest.mark.parametrize("num_that_fit", [30, 60])
+def test_what_cannot_be_removed_counts_and_the_rest_goes(
+    open_: Open, tmp_path: Path, num_that_fit: int
+) -> None:
+    """Else a folder would grow by as much at each look, or take nothing more."""
+    size = num_that_fit * PAGE_BYTES
     with _bound_by_permissions():
-        store = open_(f"size={40 * PAGE_BYTES}&free=1")
-        shut = _overfill(store, tmp_path, 0o500)
-        try:
-            assert _scans(_reclaimer(store))
+        store = open_(f"size={size}&free=1")
+        with _with_shut(store, tmp_path, num_that_fit - 4, 0o500) as shut:
+            for number in range(num_that_fit - 4, num_that_fit + 20):
+                store.put(make_items(range(number, number + 1)))
+                assert _scans(_reclaimer(store))
+            assert set(store.put(make_items(range(100, 102)))) == {OK}
             assert all(list(each.iterdir()) for each in shut)
-            assert store.usage() == (PAGE_BYTES * len(_values(tmp_path)), 40 * PAGE_BYTES)
-        finally:
-            for each in shut:
-                each.chmod(0o700)
+            assert _scans(_reclaimer(store))
+            assert len(_values(tmp_path)) <= num_that_fit
+            assert store.usage() == (PAGE_BYTES * len(_values(tmp_path)), size)
 
 
-def test_what_cannot_be_looked_at_is_passed_over(
-    open_: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("mode", [0o000, 0o400])
+def test_what_cannot_be_looked_at_is_passed_over_and_told_of_once(
+    open_: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: int
 ) -> None:
     """One folder that fails keeps nobody from removing what is in the others."""
+    size = 32 * PAGE_BYTES
     with _bound_by_permissions(), caplog.at_level(logging.WARNING):
-        store = open_(f"size={32 * PAGE_BYTES}&free=1")
-        shut = _overfill(store, tmp_path, 0o400)
-        try:
+        store = open_(f"size={size}&free=1")
+        with _with_shut(store, tmp_path, 28, mode) as shut:
+            assert _scans(_reclaimer(store))
+            store.put(make_items(range(28, 52)))
             for _ in range(3):
                 assert _scans(_reclaimer(store))
-        finally:
-            for each in shut:
-                each.chmod(0o700)
-    left = len(_values(tmp_path)) - len(shut)
-    assert 0 < left <= 32
-    assert store.usage() == (PAGE_BYTES * left, 32 * PAGE_BYTES)
+        left = len(_values(tmp_path)) - len(shut)
+        assert 0 < left <= 32
+        assert store.usage() == (PAGE_BYTES * left, size)
     assert sum("looked through" in record.message for record in caplog.records) == 1
 
 

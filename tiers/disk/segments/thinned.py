@@ -61,7 +61,7 @@ class ThinnedSegments:
             num_fresh: given a segment, its blocks of which the owner does not know yet.
         """
         heap = self._heaps.get(namespace.digest, [])
-        passed: list[Segment] = []
+        passed: dict[int, Segment] = {}
         best, most, num_looks = None, first_blocks - 1, 0
         while heap and -heap[0][0] > most and num_looks < _MAX_LOOKS:
             num_free, segment_id = -heap[0][0], heap[0][1]
@@ -71,15 +71,17 @@ class ThinnedSegments:
             if segment is None:
                 self._live_blocks.pop(segment_id, None)
             elif segment_id in self._live_blocks and namespace.can_reuse(segment):
+                if segment_id in passed:
+                    continue  # it was noted more than once
                 if num_free != self._num_free(segment):  # it was being written then
                     self._push(segment)
                     continue
-                passed.append(segment)
+                passed[segment_id] = segment
                 fresh = num_fresh(segment_id)
                 num_looks += not fresh
                 if segment.sealed and num_free - fresh > max(most, _worth_blocks(segment) - 1):
                     best, most = segment, num_free - fresh
-        for segment in passed:
+        for segment in passed.values():
             self._push(segment)
         if best is not None:
             del self._live_blocks[best.segment_id]

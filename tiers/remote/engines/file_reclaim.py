@@ -200,25 +200,41 @@ class FolderReclaimer:
     def _remove_oldest(self, ages: list[Counter[int]], used: list[int]) -> None:
         """Removes the oldest files of those above their share until what lies there is in bounds.
 
+        What cannot be removed stays and counts, and younger files go in its place.
+
         Args:
-            ages: see `_count`.
+            ages: see `_count`; what is removed or cannot be is taken off.
             used: bytes of each tenant; what is removed is taken off.
         """
         kept_bytes = int(self._max_bytes * _KEEP_SHARE)
-        above = [
-            max(0, mine - int(right * kept_bytes))
-            for mine, right in zip(used, self._rights, strict=True)
-        ]
-        last, left = _oldest(ages, above, sum(used) - kept_bytes)
+        has_failed = True
+        while has_failed and sum(used) > kept_bytes and sum(each.total() for each in ages) > 0:
+            above = [
+                max(0, mine - int(right * kept_bytes))
+                for mine, right in zip(used, self._rights, strict=True)
+            ]
+            last, left = _oldest(ages, above, sum(used) - kept_bytes)
+            has_failed = self._remove_up_to(last, left, ages, used)
+
+    def _remove_up_to(
+        self, last: list[float], left: list[int], ages: list[Counter[int]], used: list[int]
+    ) -> bool:
+        """Removes files as `_oldest` chose them; returns whether one could not be."""
+        has_failed = False
         for found in self._files():
             tenant = self._marks.tenant_of(found.status)
             bucket = int(found.status.st_mtime) // _BUCKET_S
             if found.is_temp or bucket > last[tenant]:
                 continue
-            if bucket == last[tenant] and used[tenant] <= left[tenant]:
+            if bucket == last[tenant] and ages[tenant].total() <= left[tenant]:
                 continue
+            num_bytes = min(self._bytes_of(found.status), ages[tenant][bucket])
+            ages[tenant][bucket] -= num_bytes
             if self._remove(found):
-                used[tenant] -= self._bytes_of(found.status)
+                used[tenant] -= num_bytes
+            else:
+                has_failed |= num_bytes > 0
+        return has_failed
 
     def _files(self) -> Iterator[Found]:
         for found in self._folders.files(self._warn):

@@ -9,6 +9,7 @@ as here is never counted, read or removed.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import stat
@@ -276,8 +277,12 @@ def _files_below(
         return
     try:
         below = os.open(steps[-1], _FOLDER_FLAGS, dir_fd=folder)
-    except OSError:  # removed meanwhile, or no folder
+    except NOTHING_THERE:  # removed meanwhile, or no folder
         return
+    except OSError as error:
+        if error.errno == errno.ELOOP:  # a link, which is followed nowhere
+            return
+        raise
     try:
         yield from _files(below, steps, on_error)
     finally:
