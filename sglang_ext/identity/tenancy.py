@@ -11,7 +11,6 @@ Pure: no SGLang.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 from typing import Any
 
 from sglang_ext.identity.media import images_of
@@ -25,7 +24,6 @@ _OF_CLIENT = RESERVED + "client:"
 _OF_ADAPTER = RESERVED + "adapter:"
 _ALONE = RESERVED + "alone:"
 _ATTRIBUTE = "_hier_kv_tenant"
-_numbers_alone = count()
 
 
 @dataclass(frozen=True)
@@ -129,9 +127,11 @@ def is_alone(req: Any) -> bool:
     return str(req.extra_key or "").startswith(_ALONE)
 
 
-def keep_alone(req: Any) -> None:
+def keep_alone(req: Any, number: int) -> None:
     """Gives a request a part of the tree of its own: nothing there is shared with any other.
 
-    Not with an earlier one of the same id either, whose pages may be in the tree still.
+    Args:
+        req: the request.
+        number: no earlier one had it, though it may have had the id: its pages may be there still.
     """
-    req.extra_key = f"{_ALONE}{next(_numbers_alone)}:{req.rid}"
+    req.extra_key = f"{_ALONE}{number}:{req.rid}"

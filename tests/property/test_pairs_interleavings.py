@@ -14,8 +14,7 @@ import torch
 
 from tests.long_form import count
 from tests.property.worlds.coverage import run_until_counted
-from tests.property.worlds.scheduled_world import Request
-from tests.property.worlds.taint_world import IDENTITY, World, Wrong
+from tests.property.worlds.taint_world import IDENTITY, Request, World, Wrong
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 

@@ -23,8 +23,7 @@ from sglang_ext.truncation.quotes import StoredRun
 from tests.long_form import count
 from tests.property.worlds import truncation_world
 from tests.property.worlds.coverage import missing, run_until_all_seen
-from tests.property.worlds.scheduled_world import PAGE, Request
-from tests.property.worlds.taint_world import Wrong
+from tests.property.worlds.taint_world import PAGE, Request, Wrong
 from tests.property.worlds.truncation_world import TruncationWorld, world
 
 CASES = count(200, 20000)

@@ -29,9 +29,11 @@ from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.protection import KeyedSeals, Mode, Protection
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 
+HERE = Path(__file__).parent
 
-def load(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+
+def load(name: str, folder: Path = HERE) -> Any:
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -81,7 +83,7 @@ class TearingDisk(FileIO):
 
 
 PAGES = load("tier_pages")
-BOOKS = load("page_books")
+BOOKS = load("page_books", HERE.parent.parent / "testkit")
 
 
 def main() -> None:

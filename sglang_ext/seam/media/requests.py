@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ class MediaRequests:
         self._has_axes = False  # the model rotates by several of them
         self._has_named = False  # there may be pages on the device that go by images
         self._why_not = "the scheduler is not built"
+        # Of this scheduler's requests, which its ranks meet in one order: each gives the same ones.
+        self._numbers_alone = count()
 
     def begin(self, scheduler: Any, *, keeps: str) -> None:
         """The scheduler is built: sees whether images can be named on this server.
@@ -145,7 +148,7 @@ class MediaRequests:
         if are_told_apart(images):
             return images
         self._conflicts(req)
-        keep_alone(req)
+        keep_alone(req, next(self._numbers_alone))
         return None
 
     def _are_expected(self, axes: Any) -> bool:
@@ -166,7 +169,7 @@ class MediaRequests:
         """
         is_cut = getattr(req.session, _CUT, False) and req.multimodal_inputs is not None
         if is_cut and not is_alone(req):
-            keep_alone(req)
+            keep_alone(req, next(self._numbers_alone))
             note_images(req, ())
             return self._tree.match(key[:0])
         if not result.device_prefix_len or not self._is_compared(req):
@@ -174,7 +177,7 @@ class MediaRequests:
         if self._holds(req, key[: result.device_prefix_len], result.last_device_node):
             return result
         self._conflicts(req)
-        keep_alone(req)
+        keep_alone(req, next(self._numbers_alone))
         return self._tree.match(key[:0])
 
     def may_insert(self, req: Any, up_to: int) -> bool:

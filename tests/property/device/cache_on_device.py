@@ -32,8 +32,7 @@ from tests.property.device.rough_device import RoughDevice, RoughLaunches  # noq
 from tests.property.drafts.late_world import LateWorld  # noqa: E402
 from tests.property.test_pairs_interleavings import PairsWorld  # noqa: E402
 from tests.property.worlds.queue_world import QueueWorld  # noqa: E402
-from tests.property.worlds.scheduled_world import PAGE, Request  # noqa: E402
-from tests.property.worlds.taint_world import World  # noqa: E402
+from tests.property.worlds.taint_world import PAGE, Request, World  # noqa: E402
 from tests.property.worlds.truncation_world import CONTEXT, TruncationWorld  # noqa: E402
 
 TROUBLE = 0.02  # of the steps, at which the device's share of failures changes

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -36,12 +37,12 @@ def say_layers_early(patch: pytest.MonkeyPatch, path: type, stream: str) -> None
     Args:
         patch: takes it back.
         path: the load path, which has `queue`.
-        stream: name of its stream that writes the layers.
+        stream: where its stream is that writes the layers.
     """
     real: Any = path.queue  # type: ignore[attr-defined]
 
     def queue(self: Any, loads: Any, fence: Any, on_layer: Any) -> Any:
-        early = self._port.record(getattr(self, stream))
+        early = self._port.record(attrgetter(stream)(self))
         return real(self, loads, fence, lambda _: on_layer(early))
 
     patch.setattr(path, "queue", queue)
@@ -112,7 +113,7 @@ def buffer_freed_by_the_copy(patch: pytest.MonkeyPatch) -> None:
 
 
 def layer_event_too_early(patch: pytest.MonkeyPatch) -> None:
-    say_layers_early(patch, LoadPath, "_scatters")
+    say_layers_early(patch, LoadPath, "_streams.scatters")
 
 
 def layer_event_of_the_copies(patch: pytest.MonkeyPatch) -> None:

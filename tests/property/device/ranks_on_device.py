@@ -19,7 +19,7 @@ from testkit.simulated.threaded import FollowedDeque, following_locks
 from tests.property.device.cache_on_device import CacheOnDevice, NotedArena, NotedIO
 from tests.property.device.rough_device import RoughDevice
 from tests.property.worlds import ranks_world
-from tests.property.worlds.scheduled_world import Request
+from tests.property.worlds.taint_world import Request
 from tests.property.worlds.truncation_ranks import OneCopyRank, TruncationRank
 
 from sglang_ext.tiers.disk.segments.fileio import FileIO  # isort: skip

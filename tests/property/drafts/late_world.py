@@ -39,16 +39,18 @@ from sglang.srt.mem_cache import common  # noqa: E402
 from sglang.srt.mem_cache.allocation_sizing import page_aligned_decode_alloc_lens  # noqa: E402
 
 from sglang_ext.tiers.records.record import parse_header  # noqa: E402
-from tests.property.worlds.scheduled_world import PAGE, Request, ready_pages  # noqa: E402
 from tests.property.worlds.taint_world import (  # noqa: E402
     DIM,
     HEADS,
     IDENTITY,
     LAYERS,
+    PAGE,
+    Request,
     TextScheduler,
     World,
     Wrong,
     page_rows,
+    ready_slots,
 )
 
 MOST_GUESSES, MOST_NEW = 4, 14
@@ -303,7 +305,7 @@ class LateWorld(World):
     def check_store(self) -> None:
         """See `World`; every page in DRAM is of verified tokens, those that its key is of."""
         super().check_store()
-        for slot in ready_pages(self.store).slots:
+        for slot in ready_slots(self.store):
             meta, _ = parse_header(slot)
             if meta.page_hash not in self.made:
                 raise Wrong("a stored page is of tokens that were not verified")

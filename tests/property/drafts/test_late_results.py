@@ -16,8 +16,7 @@ import pytest
 from tests.long_form import count
 from tests.property.drafts.late_world import LateRequest, LateWorld
 from tests.property.worlds.coverage import missing, run_until_all_seen, run_until_counted
-from tests.property.worlds.scheduled_world import PAGE, Request
-from tests.property.worlds.taint_world import Wrong
+from tests.property.worlds.taint_world import PAGE, Request, Wrong
 
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # isort: skip
 

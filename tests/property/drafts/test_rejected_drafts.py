@@ -19,14 +19,16 @@ from sglang_ext.tiers.records.record import parse_header
 from tests.long_form import count
 from tests.property.test_pairs_interleavings import PairsWorld
 from tests.property.worlds.coverage import run_until_counted
-from tests.property.worlds.scheduled_world import PAGE, Request, ready_pages
 from tests.property.worlds.taint_world import (
     HEADS,
     IDENTITY,
+    PAGE,
+    Request,
     TextScheduler,
     World,
     Wrong,
     page_rows,
+    ready_slots,
 )
 
 ROUNDS = count(1, 20)
@@ -98,7 +100,7 @@ class _Drafting(World):
     def check_store(self) -> None:
         """See `World`; and every page in DRAM is of the tokens that its key is of."""
         super().check_store()
-        for slot in ready_pages(self.store).slots:
+        for slot in ready_slots(self.store):
             meta, _ = parse_header(slot)
             tokens, end = self.made[meta.page_hash], meta.position + PAGE
             wanted = self.row_values(tokens, end)[-PAGE:, None].expand(PAGE, HEADS, _NUM_PRINTS)

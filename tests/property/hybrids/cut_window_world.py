@@ -35,9 +35,9 @@ from sglang_ext.tiers.records.record import parse_header
 from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
 from sglang_ext.truncation.truncator import Truncator
 from tests.property.worlds import window_world
-from tests.property.worlds.scheduled_world import PAGE, Request, ready_pages
+from tests.property.worlds.taint_world import ready_slots
 from tests.property.worlds.truncation_world import Cuttable, QuoteModel, Whose
-from tests.property.worlds.window_world import FULL, WindowWorld, WrongKVError
+from tests.property.worlds.window_world import FULL, PAGE, Request, WindowWorld, WrongKVError
 
 CONTEXT = 80
 ROOM = 6
@@ -348,7 +348,7 @@ class CutWindowWorld(WindowWorld):
 
     def check_store(self) -> None:
         """Pages in DRAM are of their layers and at their positions, and know what they are."""
-        for slot in ready_pages(self.store).slots:
+        for slot in ready_slots(self.store):
             meta, _ = parse_header(slot)
             parts = [part for part in self.parts if self.is_of(slot, part)]
             if len(parts) != 1:

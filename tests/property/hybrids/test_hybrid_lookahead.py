@@ -12,9 +12,8 @@ from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.transfers import hashes_from_hex
 from sglang_ext.tiers.records.quality import ANY
 from sglang_ext.tiers.store.types import READY
-from tests.property.worlds.scheduled_world import PAGE, Request
 from tests.property.worlds.state_world import StateWorld
-from tests.property.worlds.window_world import WindowWorld
+from tests.property.worlds.window_world import PAGE, Request, WindowWorld
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 

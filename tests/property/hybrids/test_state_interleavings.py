@@ -21,8 +21,8 @@ from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.tiers.store.types import ON_DISK, READY, WRITE_DROPPED
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.hostile_engine import HostileEngine
-from tests.property.worlds.scheduled_world import PAGE, Request
 from tests.property.worlds.state_world import TRACK, StateWorld
+from tests.property.worlds.window_world import PAGE, Request
 from tests.tiers.protection_cases import protected_store
 
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # isort: skip

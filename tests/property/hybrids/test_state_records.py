@@ -24,8 +24,8 @@ from sglang_ext.tiers.records.record import HEADER_BYTES, parse_header, write_me
 from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from tests.faults.hostile_targets import DictEngine
 from tests.faults.record_mutations import seal
-from tests.property.worlds.scheduled_world import PAGE, Request
 from tests.property.worlds.state_world import StateWorld
+from tests.property.worlds.window_world import PAGE, Request
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 

@@ -28,8 +28,8 @@ from tests.property.worlds.hybrid_ranks import (
     run_alike,
 )
 from tests.property.worlds.rank_of_many import run_until_found, run_worlds
-from tests.property.worlds.scheduled_world import PAGE
 from tests.property.worlds.state_world import StageLayers, stages_of
+from tests.property.worlds.window_world import PAGE
 
 LOADS = count(1, 40)  # in each world
 REMOTE_LOADS = count(1, 15)  # where a store swaps parts, or does not answer, fewer are resumed

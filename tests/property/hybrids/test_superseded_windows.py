@@ -17,8 +17,7 @@ from sglang_ext.tiers.store.types import ON_DISK
 from tests.long_form import count
 from tests.property.hybrids.cut_window_world import CutWindowWorld
 from tests.property.worlds import window_world
-from tests.property.worlds.scheduled_world import PAGE, Request
-from tests.property.worlds.window_world import WindowWorld
+from tests.property.worlds.window_world import PAGE, Request, WindowWorld
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 

@@ -20,7 +20,7 @@ from tests.long_form import count
 from tests.property.hybrids.cut_window_world import CONTEXT, CutWindowWorld
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.hostile_engine import HostileEngine
-from tests.property.worlds.scheduled_world import PAGE
+from tests.property.worlds.window_world import PAGE
 from tests.tiers.protection_cases import protected_store
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")

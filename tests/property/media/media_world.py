@@ -28,8 +28,7 @@ from sglang.srt.mem_cache import utils  # noqa: E402
 from sglang_ext.identity.media import CARRIER, FIRST_PAD, keyed_identity  # noqa: E402
 from sglang_ext.seam.media.page_digests import install_page_digests  # noqa: E402
 from sglang_ext.settings.images import ALONG_AXES, ALONG_THE_PROMPT, PLAIN  # noqa: E402
-from tests.property.worlds.scheduled_world import Request  # noqa: E402
-from tests.property.worlds.taint_world import World  # noqa: E402
+from tests.property.worlds.taint_world import Request, World  # noqa: E402
 
 SECRET = "s" * 64
 NUM_PADS = 2  # images go by one of these

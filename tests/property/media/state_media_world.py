@@ -21,8 +21,8 @@ from tests.property.media.media_world import (
     some_images,
     with_images,
 )
-from tests.property.worlds.scheduled_world import Request
 from tests.property.worlds.state_world import StateWorld
+from tests.property.worlds.window_world import Request
 
 from sglang.srt.mem_cache import utils  # isort: skip
 
@@ -123,7 +123,7 @@ class StateMediaWorld(StateWorld):
 
     def checkpoint(self, req: Request, up_to: int) -> None:
         """As `checkpoint_kv_cache` does."""
-        if not req.skip_radix_cache_insert:
+        if not req.skip_radix_cache_insert:  # type: ignore[attr-defined]
             super().checkpoint(req, up_to)
             return
         req.extend_end = req.prefix_len = req.kv.kv_committed_len = up_to
@@ -136,7 +136,7 @@ class StateMediaWorld(StateWorld):
         self.running.remove(req)
         self.note_pages(req)
         assert not self.cache.claim_kv_row(req)
-        inserts = not req.skip_radix_cache_insert
+        inserts = not req.skip_radix_cache_insert  # type: ignore[attr-defined]
         if inserts:
             self.cache.checkpoint(req, up_to=req.prefix_len)
         self.cache.on_release(req, checkpointed=inserts)

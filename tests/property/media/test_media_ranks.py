@@ -19,8 +19,9 @@ from tests.long_form import FACTOR, count
 from tests.property.media.media_world import MediaWorld
 from tests.property.media.state_media_world import StateMediaWorld
 from tests.property.worlds.hybrid_ranks import StateRank
-from tests.property.worlds.rank_of_many import WorldRank, run_until_found, run_worlds
-from tests.property.worlds.scheduled_world import Request
+from tests.property.worlds.rank_of_many import run_until_found, run_worlds
+from tests.property.worlds.taint_world import Request
+from tests.property.worlds.world_ranks import WorldRank
 
 NUM_LOADS = 12
 MOST_KEPT = 8

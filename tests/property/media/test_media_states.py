@@ -15,7 +15,7 @@ from tests.long_form import count
 from tests.property.media.media_world import image_item, scheduler
 from tests.property.media.state_media_world import StateMediaRequest, StateMediaWorld
 from tests.property.worlds.coverage import run_until_counted
-from tests.property.worlds.scheduled_world import PAGE
+from tests.property.worlds.window_world import PAGE
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 

@@ -19,9 +19,8 @@ from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 from tests.property.worlds.hostile_engine import HostileEngine
 from tests.property.worlds.rank_of_many import RankOfMany, run_worlds
-from tests.property.worlds.scheduled_world import Request
 from tests.property.worlds.state_world import StateWorld
-from tests.property.worlds.window_world import WindowWorld
+from tests.property.worlds.window_world import Request, WindowWorld
 
 
 class _Rank(WindowWorld, RankOfMany):

@@ -29,8 +29,7 @@ from sglang_ext.tiers.store.types import (
     WRITE_DROPPED,
     Rows,
 )
-from tests.property.worlds.scheduled_world import PAGE, Request
-from tests.property.worlds.taint_world import TextScheduler, World
+from tests.property.worlds.taint_world import PAGE, Request, TextScheduler, World
 
 MAX_WAITING, MAX_RUNNING = 14, 3
 _UNMEASURED_S = 0.05  # of waiting, until speeds are known

@@ -12,7 +12,7 @@ import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -23,11 +23,10 @@ inprocess.prepare()
 
 from sglang_ext.seam import cache as cache_module  # noqa: E402
 from sglang_ext.tiers.store import PageStore  # noqa: E402
+from sglang_ext.tiers.store.types import READY  # noqa: E402
 from testkit.slow.store import add_jitter  # noqa: E402
 from tests.property.worlds import ranks_world  # noqa: E402
 from tests.property.worlds.ranks_world import Stages, Wire  # noqa: E402
-from tests.property.worlds.scheduled_world import ready_pages  # noqa: E402
-from tests.property.worlds.taint_world import World  # noqa: E402
 
 JITTER_S, LOSS = 0.001, 0.02
 MAX_ROUNDS = 20
@@ -89,15 +88,18 @@ class RankOfMany:
 
     def lose(self) -> None:
         """Pages, windows or parts of states of this rank alone prove damaged, or leave DRAM."""
+        table = self.store._books.table
         if self.own.random() < 0.5:
-            with self.store._books.table.lock:
+            with table.lock:
                 self.store._books.room.evict(self.own.randint(1, 12))
             return
-        pages = ready_pages(self.store)
-        num = len(pages.keys)
-        for at in self.own.sample(range(num), min(3, num)):
-            space = self.store._spaces.of(int(pages.spaces[at]))
-            ticket = self.store.pin_ready(space, pages.keys[at : at + 1])
+        with table.lock:
+            rows = table.index.rows()
+            rows = rows[(table.index.flags[rows] & READY) != 0]
+            keys, numbers = table.index.keys(rows)
+        for at in self.own.sample(range(len(rows)), min(3, len(rows))):
+            space = self.store._spaces.of(int(numbers[at]))
+            ticket = self.store.pin_ready(space, keys[at : at + 1])
             if ticket is not None:
                 self.store.drop_damaged(ticket, np.zeros(1, np.int64))
                 self.store.release(ticket.slots)
@@ -110,47 +112,6 @@ class RankOfMany:
     def close(self) -> None:
         """Ends the world's threads."""
         raise NotImplementedError
-
-
-class WorldRank(World, RankOfMany):
-    """One rank; worlds with more in them come behind it among a class's bases.
-
-    Attributes:
-        num_steps: of a round.
-    """
-
-    num_steps: ClassVar[int]
-
-    def one_round(self) -> None:
-        """See `RankOfMany`."""
-        for _ in range(self.num_steps):
-            self.step()
-        self.drain()
-
-    def give_up_one(self) -> None:
-        """A waiting request is given up."""
-        req = self.waiting.pop(self.rng.randrange(len(self.waiting)))
-        self.cache.release_aborted_request(req.cache_request_handle)
-
-    def of_sglang(self) -> tuple[Any, ...]:
-        """What SGLang's tree and pool came to, which has to be alike."""
-        return (
-            len(self.cache.linker.pending_offloads),
-            sorted(self.cache.linker.hit_markers),
-            int(self.allocator.available_size()),
-            int(self.cache.full_protected_size()),
-        )
-
-    def _do_flush(self) -> bool | None:
-        if self.running or self.waiting:
-            return False
-        self.cache.quiesce()
-        return super()._do_flush()
-
-    def settle(self) -> None:
-        """As the world's, with what all ranks have saved."""
-        self.cache.quiesce()
-        super().settle()
 
 
 Rank = TypeVar("Rank", bound=RankOfMany)

@@ -19,19 +19,18 @@ import numpy as np
 import pytest
 import torch
 
-from tests.property.worlds.scheduled_world import PAGE, Request, ScheduledWorld, ready_pages
-
 from tests.property.worlds.window_world import (  # isort: skip
-    CODED_HEADS, DIM, HEADS, MAX_TOKENS, POISON, Identity, WindowWorld, WrongKVError,
+    CODED_HEADS, DIM, HEADS, MAX_TOKENS, PAGE, POISON, Identity, Request, WindowWorld, WrongKVError,
     codec_of, opened_codec, record_tier,
 )  # fmt: skip
 
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.mem_cache import unified_radix_cache
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components import mamba
 
@@ -53,6 +52,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.record import parse_header
 from sglang_ext.tiers.remote import RemoteStore
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
+from sglang_ext.tiers.store.types import READY
 
 TRACK = 2 * PAGE  # tokens between two states that a decode keeps
 RUNNING = 5
@@ -102,8 +102,6 @@ def stages_of(*kinds: str) -> list[StageLayers]:
 
 class StateWorld(WindowWorld):
     """One server's cache; `step` does one random thing."""
-
-    has_states = True
 
     def __init__(
         self,
@@ -360,8 +358,13 @@ class StateWorld(WindowWorld):
 
     def check_store(self) -> None:
         """Every page and part in DRAM is what its key says."""
-        pages = ready_pages(self.store)
-        for key, number, slot in zip(pages.keys, pages.spaces, pages.slots, strict=True):
+        table = self.store._books.table
+        with table.lock:
+            rows = table.index.rows()
+            rows = rows[(table.index.flags[rows] & READY) != 0]
+            keys, numbers = table.index.keys(rows)
+            slots = self.arena.slots[table.index.host_slot[rows]]
+        for key, number, slot in zip(keys, numbers, slots, strict=True):
             weights = self.store._spaces.of(int(number)).digest[0] - 1
             part, tenant, tokens = self.made[key.tobytes()]
             first = len(tokens) - PAGE
@@ -408,15 +411,54 @@ class StateWorld(WindowWorld):
 
     # ---- requests ----
 
-    def match(self, req: Request, *, is_admitted: bool = False) -> Any:
-        """See `ScheduledWorld.match`."""
-        result = ScheduledWorld.match(self, req, is_admitted=is_admitted)
+    def match(self, req: Request, *, takes_state: bool = False) -> None:
+        """As `match_kv_cache` does."""
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1)
+        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req, cow_mamba=takes_state))
+        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
+        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
+        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
         self._branches[req.rid] = result.mamba_branching_seqlen
-        return result
 
-    def is_full(self) -> bool:
-        """SGLang runs no more requests than there are five states for each."""
-        return len(self.running) >= min(RUNNING, self.num_states // 5)
+    def admit(self, req: Request, chunk: int | None = None) -> bool:
+        """As the scheduler does: match, lock, load, allocate, compute, insert."""
+        self.cache.check_hicache_events()
+        # SGLang runs no more requests than there are five states for each.
+        if len(self.running) >= min(RUNNING, self.num_states // 5):
+            return False
+        if not self.cache.check_prefetch_progress(req.cache_request_handle):
+            return False
+        self.match(req, takes_state=True)
+        req.lock = self.cache.lock(req.last_node)
+        if self.cache.linker.has_hit(req.rid):
+            loaded, req.last_node = self.cache.linker.load_back(req)
+            req.prefix_len += loaded
+            req.num_loaded = loaded
+        target = len(req.tokens)
+        if chunk is not None:
+            target = min(target, (req.prefix_len + chunk) // PAGE * PAGE)
+        held = req.prefix_len
+        rows = self.allocate(max(0, -(-target // PAGE) * PAGE - held))
+        if rows is None:
+            self.give_up(req)
+            return False
+        self.waiting.remove(req)
+        prefix = self.cache.prefix_device_indices(req) if req.prefix_len else None
+        self.make_room_for_states(req)
+        self.req_pool.alloc([req])
+        if prefix is not None:
+            self.write(req, 0, prefix)
+        self.write(req, held, rows)
+        req.kv.kv_allocated_len = held + len(rows)
+        self.cache.maybe_hand_to_session(req)
+        index = self.cache.ready_to_load_host_cache()
+        self.cache.hier_linker.layer_done_counter.set_consumer(index)
+        assert not self.cache.finish_external_linker_loads([req])
+        self.cache.hier_linker.layer_done_counter.set_consumer(-1)
+        self.forward(req, req.prefix_len, target)
+        self.checkpoint(req, target)
+        self.running.append(req)
+        return True
 
     def refuse(self, req: Request) -> None:
         """As the scheduler does where a request that it has matched finds no room.
@@ -424,7 +466,7 @@ class StateWorld(WindowWorld):
         What was noted of its state is void. Its slot is given back; that of a session's turn stays
         with it, as SGLang takes it for the session's.
         """
-        self.match(req, is_admitted=True)
+        self.match(req, takes_state=True)
         req.kv.mamba_cow_src_index, req.kv.mamba_needs_clear = None, False
         if req.kv.holds_mamba and not req.session:
             self.req_pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(-1))
@@ -438,13 +480,25 @@ class StateWorld(WindowWorld):
             self.cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=lacks))
 
     def give_up(self, req: Request) -> None:
-        """As any world's; its state is given back, too."""
-        super().give_up(req)
+        """No room: what was prepared is taken back, as SGLang does when it aborts a request."""
+        loaded = self.cache.linker.private_load_indices.get(req.rid)
+        self.cache.release_aborted_request(req.cache_request_handle)
+        if loaded is not None:
+            self.allocator.free(loaded)
         if req.kv.holds_mamba:
             self.req_pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(0))
             req.kv.mamba_pool_idx = None
+        self.cache.unlock(req.lock)
+        self.waiting.remove(req)
 
-    allocate, free = ScheduledWorld.allocate, ScheduledWorld.free  # there is one pool of rows
+    def allocate(self, num: int) -> torch.Tensor | None:
+        if num == 0:
+            return torch.empty(0, dtype=torch.int64)
+        lacks = num - self.allocator.available_size()
+        if lacks > 0:
+            self.cache.evict(EvictParams(num_tokens=lacks))
+        found: torch.Tensor | None = self.allocator.alloc(num)
+        return found
 
     def checkpoint(self, req: Request, up_to: int) -> None:
         super().checkpoint(req, up_to)
@@ -474,8 +528,8 @@ class StateWorld(WindowWorld):
         )
 
     def flush(self) -> None:
-        """See `ScheduledWorld.flush`."""
-        super().flush()
+        self.cache.reset()
+        self.allocator.clear()
         self.req_pool.clear()
 
     def check_nothing_is_held(self) -> None:

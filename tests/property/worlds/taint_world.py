@@ -12,11 +12,14 @@ import random
 import time
 import zlib
 from array import array
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -28,7 +31,9 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
 from sglang.srt.mem_cache import unified_radix_cache  # noqa: E402
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
+    CacheRequestHandle,
     EvictParams,
+    MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
@@ -60,15 +65,10 @@ from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, parse_heade
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 from sglang_ext.tiers.store.reader_store import ReaderStore  # noqa: E402
+from sglang_ext.tiers.store.types import READY  # noqa: E402
 from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header  # noqa: E402
-from tests.property.worlds.scheduled_world import (  # noqa: E402
-    PAGE,
-    Request,
-    ScheduledWorld,
-    ready_pages,
-)
 
-LAYERS, HEADS, DIM = 2, 4, 32
+LAYERS, PAGE, HEADS, DIM = 2, 4, 4, 32
 MAX_TOKENS = 64
 DIGEST = b"m" * 32
 EXACT_BIT = 0  # element of a row that is 1.0 when the row is not exact
@@ -107,6 +107,16 @@ class LossyCodec(PageTranscoder):
         return True
 
 
+def ready_slots(store: PageStore) -> npt.NDArray[np.uint8]:
+    """What lies in the slots of all pages that are ready in DRAM, u8 `[N, bytes]`."""
+    table = store._books.table
+    with table.lock:
+        rows = table.index.rows()
+        rows = rows[(table.index.flags[rows] & READY) != 0]
+        slots: npt.NDArray[np.uint8] = store.arena.slots[table.index.host_slot[rows]]
+    return slots
+
+
 def page_rows(slot: ByteArray, layout: PageLayout) -> list[np.ndarray]:
     """K and V of each layer in a slot, as views u16 `[P, H, D]`."""
     views = []
@@ -130,6 +140,50 @@ class Identity:
         pass
 
 
+@dataclass
+class Request:
+    """What of SGLang's `Req` the cache looks at."""
+
+    rid: str
+    tokens: list[int]
+    num_new: int
+    exact: bool
+    kv: ReqKvInfo = field(default_factory=ReqKvInfo)
+    extra_key: str | None = None
+    cache_salt: str | None = None
+    lora_id: None = None
+    priority: int = 0
+    session: None = None
+    session_id: None = None
+    kv_rotation_base: None = None
+    swa_branching_seqlen: None = None
+    skip_radix_cache_insert: bool = False
+    lock: Any = None
+    last_node: Any = None
+    prefix_len: int = 0
+    host_hit_length: int = 0
+    cached_tokens: int = 0
+    done: bool = False
+    discard_output_reason: Any = None
+
+    def __post_init__(self) -> None:
+        custom = {"hier_kv_exact": True} if self.exact else None
+        self.sampling_params = SimpleNamespace(custom_params=custom)
+        self.prompt_len = len(self.tokens)
+        self.cache_request_handle = CacheRequestHandle(self.rid, 0)
+
+    @property
+    def full_untruncated_fill_ids(self) -> array[int]:
+        return array("q", self.tokens)
+
+    @property
+    def origin_input_ids(self) -> array[int]:
+        return array("q", self.tokens[: self.prompt_len])
+
+    def finished(self) -> bool:
+        return self.done
+
+
 class Wrong(AssertionError):
     """What the plugin says of a page is not what is in it."""
 
@@ -150,7 +204,7 @@ class TextScheduler:
     chunked_req = None
 
 
-class World(ScheduledWorld):
+class World:
     """One server's cache; `step` does one random thing.
 
     It has many methods because each is one thing that may happen.
@@ -301,6 +355,10 @@ class World(ScheduledWorld):
 
     # ---- the model ----
 
+    def rows_of(self, req: Request, start: int, end: int) -> torch.Tensor:
+        rows: torch.Tensor = self.req_pool.req_to_token[req.kv.req_pool_idx, start:end]
+        return rows.to(torch.int64)
+
     def inexact(self, rows: torch.Tensor) -> bool:
         """Whether any of these rows of the device is not exact, in any layer."""
         self.at_rows("looks at", rows, writes=False)
@@ -359,15 +417,20 @@ class World(ScheduledWorld):
 
     def check_store(self) -> None:
         """Pages in DRAM are not worse than they are said to be, and lie where they say."""
-        pages = ready_pages(self.store)
-        for quality, slot in zip(pages.qualities.tolist(), pages.slots, strict=True):
-            meta, _ = parse_header(slot)
-            if meta.position != self._positions.get(meta.page_hash, meta.position):
-                raise Wrong(f"a header says that its page begins at {meta.position}")
-            if meta.quality != quality:
-                raise Wrong(f"a header says {meta.quality} and the index {quality}")
-            if quality == 0 and any(v[..., EXACT_BIT].any() for v in self.slot_rows(slot)):
-                raise Wrong("a page in DRAM is taken for exact and is not")
+        books = self.store._books
+        with books.table.lock:
+            rows = books.table.index.rows()
+            rows = rows[(books.table.index.flags[rows] & READY) != 0]
+            for row in rows.tolist():
+                slot = self.arena.slots[books.table.index.host_slot[row]]
+                meta, _ = parse_header(slot)
+                quality = int(books.table.index.quality[row])
+                if meta.position != self._positions.get(meta.page_hash, meta.position):
+                    raise Wrong(f"a header says that its page begins at {meta.position}")
+                if meta.quality != quality:
+                    raise Wrong(f"a header says {meta.quality} and the index {quality}")
+                if quality == 0 and any(v[..., EXACT_BIT].any() for v in self.slot_rows(slot)):
+                    raise Wrong("a page in DRAM is taken for exact and is not")
 
     def slot_rows(self, slot: ByteArray) -> list[np.ndarray]:
         return page_rows(slot, self.layout)
@@ -399,6 +462,76 @@ class World(ScheduledWorld):
         self.enqueue(req)
         return req
 
+    def enqueue(self, req: Request) -> None:
+        """As `_add_request_to_queue` does."""
+        self.match(req)
+        matched = req.prefix_len + req.host_hit_length
+        limit = len(req.tokens) - 1
+        self.cache.prefetch_from_storage(
+            req.cache_request_handle,
+            req.last_node,
+            array("q", req.tokens[matched:limit]),
+            matched_prefix_tokens=array("q", req.tokens[:matched]),
+            extra_key=req.extra_key,
+        )
+        self.waiting.append(req)
+
+    def match(self, req: Request) -> None:
+        """As `match_kv_cache` does."""
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1)
+        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
+        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
+        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
+
+    def admit(self, req: Request, chunk: int | None = None) -> bool:
+        """As the scheduler does: match, lock, load, allocate, compute, insert."""
+        self.cache.check_hicache_events()  # as SGLang does before every admission
+        if not self.cache.check_prefetch_progress(req.cache_request_handle):
+            return False
+        self.match(req)
+        req.lock = self.cache.lock(req.last_node)
+        if self.cache.linker.has_hit(req.rid):
+            loaded, req.last_node = self.cache.linker.load_back(req)
+            req.prefix_len += loaded
+        target = len(req.tokens)
+        if chunk is not None:
+            target = min(target, (req.prefix_len + chunk) // PAGE * PAGE)
+        # A turn of a session goes on in the session's rows, of which the last page is begun.
+        held = -(-req.kv.kv_allocated_len // PAGE) * PAGE if req.kv.holds_kv else req.prefix_len
+        need = max(0, -(-target // PAGE) * PAGE - held)
+        rows = self.allocate(need)
+        if rows is None:
+            self.give_up(req)
+            return False
+        self.waiting.remove(req)
+        if req.prefix_len and not req.kv.holds_kv:
+            prefix = self.cache.prefix_device_indices(req)
+            self.req_pool.alloc([req])
+            self.write(req, 0, prefix)
+        else:
+            self.req_pool.alloc([req])
+        self.write(req, held, rows)
+        req.kv.kv_allocated_len = held + need
+        self.cache.maybe_hand_to_session(req)
+        index = self.cache.ready_to_load_host_cache()
+        self.cache.hier_linker.layer_done_counter.set_consumer(index)
+        failed = self.cache.finish_external_linker_loads([req])
+        self.cache.hier_linker.layer_done_counter.set_consumer(-1)
+        if failed or self.load_failed(req):
+            self.abort(req)
+            return True
+        self.check_report(req)
+        self.runs(req)
+        self.forward(req, req.prefix_len, target)
+        self.checkpoint(req, target)
+        self.running.append(req)
+        return True
+
+    def load_failed(self, req: Request) -> bool:
+        """Whether a load failed of which `finish_external_linker_loads` could not tell yet."""
+        return False
+
     def abort(self, req: Request) -> None:
         """Its load failed: what was computed is dropped, and it ends."""
         assert self.can_fail
@@ -409,11 +542,36 @@ class World(ScheduledWorld):
         assert not self.cache.claim_kv_row(req)
         self.release(req)
 
+    def runs(self, req: Request) -> None:
+        """A request is about to be computed, its loads are queued."""
+
     def check_report(self, req: Request) -> None:
         """What is said of the reused tokens is what they are."""
         inexact = bool(req.prefix_len) and self.inexact(self.rows_of(req, 0, req.prefix_len))
         if inexact and state_of(req).reused == Quality.EXACT:
             raise Wrong(f"{req.rid} is told that it reuses exact KV only")
+
+    def give_up(self, req: Request) -> None:
+        """No room: what was prepared is taken back, as SGLang does when it aborts a request."""
+        loaded = self.cache.linker.private_load_indices.get(req.rid)
+        self.cache.release_aborted_request(req.cache_request_handle)
+        if loaded is not None:
+            self.allocator.free(loaded)
+        self.cache.unlock(req.lock)
+        self.waiting.remove(req)
+
+    def allocate(self, num: int) -> torch.Tensor | None:
+        if num == 0:
+            return torch.empty(0, dtype=torch.int64)
+        short = num - self.allocator.available_size()
+        if short > 0:
+            self.cache.evict(EvictParams(num_tokens=short))
+        rows: torch.Tensor | None = self.allocator.alloc(num)
+        return rows
+
+    def write(self, req: Request, start: int, rows: torch.Tensor) -> None:
+        span = slice(start, start + len(rows))
+        self.req_pool.write((req.kv.req_pool_idx, span), rows.to(torch.int32))
 
     def insert(self, req: Request, up_to: int) -> None:
         for page, key in enumerate(self.keys(req.tokens[:up_to])):
@@ -426,6 +584,34 @@ class World(ScheduledWorld):
         req.prefix_len = req.kv.kv_committed_len = up_to
         self.check_attended(req, up_to)
         self.check_tree()
+
+    def go_on(self, req: Request) -> bool:
+        """Computes the rest of the prompt, or new tokens one by one, and ends."""
+        start = req.prefix_len
+        if start < req.prompt_len:
+            end = min(req.prompt_len, (start + 8) // PAGE * PAGE or 8)
+            end = max(end, start + 1)
+        elif req.num_new:
+            req.num_new -= 1
+            req.tokens.append(self.rng.randrange(3))
+            end = len(req.tokens)
+        else:
+            self.finish(req)
+            return True
+        if end > req.kv.kv_allocated_len:
+            need = -(-end // PAGE) * PAGE - req.kv.kv_allocated_len
+            rows = self.allocate(need)
+            if rows is None:
+                self.retract(req)
+                return True
+            self.write(req, req.kv.kv_allocated_len, rows)
+            req.kv.kv_allocated_len += need
+        self.forward(req, start, end)
+        if end <= req.prompt_len:
+            self.checkpoint(req, end)
+        else:
+            req.prefix_len = end
+        return True
 
     def finish(self, req: Request) -> None:
         """As `release_kv_cache` does."""
@@ -445,11 +631,21 @@ class World(ScheduledWorld):
         req.prompt_len = len(req.tokens)
         self.waiting.append(req)
 
+    def release(self, req: Request) -> None:
+        span = (req.kv.cache_protected_len, req.kv.kv_allocated_len)
+        if span[0] < span[1]:
+            self.cache.free_kv_row(req.kv, [span])
+        self.cache.unlock(req.lock)
+        req.lock = None
+        self.req_pool.free(req)
+
     # ---- random steps ----
 
     def step(self) -> None:
         kinds = ("arrive", "admit", "go_on", "events", "evict", "flush", "retract", "breathe")
-        self.do(self.rng.choices(kinds, (10, 16, 40, 10, 4, 0.3, 1, 3))[0])
+        kind = self.rng.choices(kinds, (10, 16, 40, 10, 4, 0.3, 1, 3))[0]
+        if getattr(self, f"_do_{kind}")() is not False:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
 
     def _do_arrive(self) -> bool | None:
         if len(self.waiting) >= 4:
@@ -463,14 +659,31 @@ class World(ScheduledWorld):
         chunk = self.rng.choice((None, 8, 12))
         return self.admit(self.rng.choice(self.waiting), chunk)
 
+    def _do_go_on(self) -> bool | None:
+        return self.go_on(self.rng.choice(self.running)) if self.running else False
+
+    def _do_events(self) -> None:
+        self.cache.check_hicache_events()
+        self.check_store()
+
     def _do_evict(self) -> None:
         self.cache.evict(EvictParams(num_tokens=PAGE * self.rng.randint(1, 12)))
 
     def _do_flush(self) -> bool | None:
         if self.running or self.waiting:
             return False
-        self.flush()
+        self.cache.reset()
+        self.allocator.clear()
         return None
+
+    def _do_retract(self) -> bool | None:
+        if not self.running:
+            return False
+        self.retract(self.rng.choice(self.running))
+        return None
+
+    def _do_breathe(self) -> None:
+        time.sleep(self.rng.choice((0.0, 0.001)))
 
     # ---- the end ----
 
@@ -489,8 +702,23 @@ class World(ScheduledWorld):
 
     def settle(self) -> None:
         """Saves, reads and writes in flight land."""
-        super().settle()
+        assert self.cache.hier_linker.quiesce()
+        self.wait_for(lambda: not self.cache.hier_linker.numbers_of_saves()[0])  # nor what follows
+        self.cache.check_hicache_events()
+        assert self.store.wait_idle(300)
+        self.wait_for(
+            lambda: not self.store.stats()["spill_queue_pages"] and not self.arena._pins.any()
+        )
+        self.check_store()
         self.check_tree()
+        self.store.check()
+
+    def wait_for(self, state: Callable[[], bool]) -> None:
+        """Waits until the store's threads have brought about what `state` asks."""
+        deadline_s = time.monotonic() + 300
+        while not state():
+            assert time.monotonic() < deadline_s, self.store.stats()
+            time.sleep(0.002)
 
     def run(self, tokens: list[int], *, exact: bool = False) -> Request:
         """One request from its arrival to its end; saves land."""
@@ -510,3 +738,14 @@ class World(ScheduledWorld):
     def keys(self, tokens: list[int]) -> list[str]:
         key = RadixKey(array("q", tokens), None, is_bigram=self.of_pairs).page_aligned(PAGE)
         return list(get_storage_hash_str(key, None, page_size=PAGE))
+
+    def only_on_disk(self) -> None:
+        """Drops the device tier, and fills DRAM with other pages so that all others leave it."""
+        self.cache.reset()
+        self.allocator.clear()
+        books = self.store._books
+        with books.table.lock:
+            books.room.evict(self.arena.num_slots)
+
+    def close(self) -> None:
+        self.cache.release_host_resources()

@@ -32,10 +32,9 @@ from sglang_ext.tiers.records.record import HEADER_BYTES
 from sglang_ext.tiers.store import KeySpace, LoadTicket
 from sglang_ext.truncation.agreed_quotes import AgreedQuotes
 from sglang_ext.truncation.lineage import QuoteLineage, lineage_of
-from tests.property.worlds.rank_of_many import WorldRank
-from tests.property.worlds.scheduled_world import Request
-from tests.property.worlds.taint_world import HEADS, LAYERS, Wrong
+from tests.property.worlds.taint_world import HEADS, LAYERS, Request, Wrong
 from tests.property.worlds.truncation_world import CONTEXT, TruncationWorld
+from tests.property.worlds.world_ranks import WorldRank
 
 _FIRST, _ROTATED = 8, 16  # elements of a head that are rotated
 _TOLERANCE = 0.05  # of values up to 2, rounded to bfloat16 three times

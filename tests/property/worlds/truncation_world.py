@@ -21,30 +21,31 @@ from typing import Any
 import pytest
 import torch
 
-from runtime_cpu import inprocess
-
-inprocess.prepare()
-
-from sglang_ext.device.composition import Hashes  # noqa: E402
-from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of  # noqa: E402
-from sglang_ext.provenance.request_state import state_of, wants_exact  # noqa: E402
-from sglang_ext.seam.page_hash import page_hasher  # noqa: E402
-from sglang_ext.settings.config import HierKVConfig  # noqa: E402
-from sglang_ext.tiers.records.quality import Quality  # noqa: E402
-from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of  # noqa: E402
-from sglang_ext.truncation.quotes import StoredRun  # noqa: E402
-from sglang_ext.truncation.truncator import Truncator  # noqa: E402
-from tests.property.worlds import taint_world  # noqa: E402
-from tests.property.worlds.scheduled_world import PAGE, Request  # noqa: E402
-from tests.property.worlds.taint_world import (  # noqa: E402
+from sglang_ext.device.composition import Hashes
+from tests.property.worlds import taint_world
+from tests.property.worlds.taint_world import (
     DIM,
     EXACT_BIT,
     HEADS,
     IDENTITY,
+    PAGE,
+    Request,
     TextScheduler,
     World,
     Wrong,
 )
+
+from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # isort: skip
+from sglang.srt.mem_cache.radix_cache import RadixKey  # isort: skip
+
+from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of
+from sglang_ext.provenance.request_state import state_of, wants_exact
+from sglang_ext.seam.page_hash import page_hasher
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
+from sglang_ext.truncation.quotes import StoredRun
+from sglang_ext.truncation.truncator import Truncator
 
 CONTEXT = 80
 ROOM = 2
@@ -265,7 +266,31 @@ class TruncationWorld(World):
             self.num_cut += 1
             self.num_exact_cut += wants_exact(req)
         self.enqueue(req)
+        self.waiting.append(req)
         return req
+
+    def enqueue(self, req: Request) -> None:
+        """As `_prefetch_kvcache` does."""
+        self.match(req)
+        matched, limit = req.prefix_len + req.host_hit_length, len(req.tokens) - 1
+        self.cache.prefetch_from_storage(
+            req.cache_request_handle,
+            req.last_node,
+            array("q", req.tokens[matched:limit]),
+            matched_prefix_tokens=array("q", req.tokens[:matched]),
+            extra_key=req.extra_key,
+            cache_salt=req.cache_salt,
+        )
+
+    def match(self, req: Request) -> None:
+        key = RadixKey(
+            req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1,
+            cache_salt=req.cache_salt,
+        )  # fmt: skip
+        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
+        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
+        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
 
     # ---- the model ----
 

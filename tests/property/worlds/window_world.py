@@ -15,7 +15,8 @@ import random
 import time
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -32,7 +33,9 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
 from sglang.srt.mem_cache import unified_radix_cache  # noqa: E402
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
+    CacheRequestHandle,
     EvictParams,
+    MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
@@ -69,9 +72,9 @@ from sglang_ext.tiers.records.quality import ANY  # noqa: E402
 from sglang_ext.tiers.records.record import parse_header  # noqa: E402
 from sglang_ext.tiers.remote.remote_store import RemoteStore  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
-from tests.property.worlds.scheduled_world import PAGE, Request, ScheduledWorld, ready_pages  # noqa: E402
+from sglang_ext.tiers.store.types import READY  # noqa: E402
 
-HEADS, DIM = 2, 16
+PAGE, HEADS, DIM = 4, 2, 16
 CODED_HEADS = 32  # so that a page is of several blocks of a disk, and coding it saves some
 FULL, WINDOWED = (2, 5), (0, 1, 3, 4, 6)  # the model's layers
 SHARING = (7,), (8,)  # those of both kinds that read the KV of others, where there are such
@@ -144,6 +147,53 @@ class Identity:
         pass
 
 
+@dataclass
+class Request:
+    """What of SGLang's `Req` the cache looks at."""
+
+    rid: str
+    tokens: list[int]
+    num_new: int
+    extra_key: str | None = None
+    exact: bool = False
+    kv: ReqKvInfo = field(default_factory=ReqKvInfo)
+    cache_salt: str | None = None
+    lora_id: None = None
+    priority: int = 0
+    session: Any = None
+    session_id: None = None
+    kv_rotation_base: None = None
+    swa_branching_seqlen: int | None = None
+    lock: Any = None
+    last_node: Any = None
+    prefix_len: int = 0
+    extend_end: int = 0
+    host_hit_length: int = 0
+    num_loaded: int = 0
+    num_decoded: int = 0
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        custom = {"hier_kv_exact": True} if self.exact else None
+        self.sampling_params = SimpleNamespace(custom_params=custom)
+        self.prompt_len = len(self.tokens)
+        self.cache_request_handle = CacheRequestHandle(self.rid, 0)
+
+    @property
+    def full_untruncated_fill_ids(self) -> array[int]:
+        return array("q", self.tokens)
+
+    @property
+    def origin_input_ids(self) -> array[int]:
+        return array("q", self.tokens[: self.prompt_len])
+
+    def get_fill_ids(self) -> array[int]:
+        return array("q", self.tokens[: self.extend_end])
+
+    def finished(self) -> bool:
+        return self.done
+
+
 def record_tier(folder: Path, disk_bytes: int, coded: str) -> RecordTier | None:
     """The disk, with coded records of it in DRAM or without, or such records alone."""
     in_memory = 256 << 10 if "host" in coded else 0
@@ -184,7 +234,7 @@ class WrongKVError(AssertionError):
     """Rows or pages are not what they are taken for."""
 
 
-class WindowWorld(ScheduledWorld):
+class WindowWorld:
     """One server's cache; `step` does one random thing.
 
     Attributes:
@@ -344,6 +394,10 @@ class WindowWorld(ScheduledWorld):
             out.append((layer, is_window, pool.v_buffer[index], 1))
         return out
 
+    def rows_of(self, req: Request, start: int, end: int) -> torch.Tensor:
+        rows: torch.Tensor = self.req_pool.req_to_token[req.kv.req_pool_idx, start:end]
+        return rows.to(torch.int64)
+
     def window_rows(self, rows: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.allocator.full_to_swa_index_mapping[rows]
         return found
@@ -400,10 +454,18 @@ class WindowWorld(ScheduledWorld):
 
     def check_store(self) -> None:
         """Every page in DRAM is what its key says."""
-        pages = ready_pages(self.store)
-        assert not pages.qualities.any(), "pages that are not exact"
-        keys = [key.tobytes() for key in pages.keys]
-        for key, number, slot in zip(keys, pages.spaces.tolist(), pages.slots, strict=True):
+        books = self.store._books
+        with books.table.lock:
+            rows = books.table.index.rows()
+            rows = rows[(books.table.index.flags[rows] & READY) != 0]
+            keys, numbers = books.table.index.keys(rows)
+            assert not books.table.index.quality[rows].any(), "pages that are not exact"
+            slots = self.arena.slots[books.table.index.host_slot[rows]]
+            found = [
+                (key.tobytes(), int(number), slot)
+                for key, number, slot in zip(keys, numbers, slots, strict=True)
+            ]
+        for key, number, slot in found:
             weights = self.store._spaces.of(number).digest[0] - 1
             part, tenant, tokens = self.made[key]
             first = len(tokens) - PAGE
@@ -464,20 +526,77 @@ class WindowWorld(ScheduledWorld):
     def enqueue(self, req: Request) -> None:
         """As `_add_request_to_queue` does."""
         self.note_pages(req)
-        super().enqueue(req)
+        self.match(req)
+        matched = req.prefix_len + req.host_hit_length
+        limit = len(req.tokens) - 1
+        self.cache.prefetch_from_storage(
+            req.cache_request_handle,
+            req.last_node,
+            array("q", req.tokens[matched:limit]),
+            matched_prefix_tokens=array("q", req.tokens[:matched]),
+            extra_key=req.extra_key,
+        )
+        self.waiting.append(req)
 
-    def match(self, req: Request, *, is_admitted: bool = False) -> Any:
-        """See `ScheduledWorld.match`."""
-        result = super().match(req, is_admitted=is_admitted)
+    def match(self, req: Request) -> None:
+        """As `match_kv_cache` does."""
+        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1)
+        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
+        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
+        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
         req.swa_branching_seqlen = result.swa_branching_seqlen
-        return result
 
-    def free(self, rows: torch.Tensor) -> None:
-        """Those of both pools."""
-        window = self.window_rows(rows)
-        self.allocator.swa_attn_allocator.free(window[window > 0])
-        self.allocator.clear_full_to_swa_mapping(rows)
-        self.allocator.full_attn_allocator.free(rows)
+    def admit(self, req: Request, chunk: int | None = None) -> bool:
+        """As the scheduler does: match, lock, load, allocate, compute, insert."""
+        self.cache.check_hicache_events()
+        if not self.cache.check_prefetch_progress(req.cache_request_handle):
+            return False
+        self.match(req)
+        req.lock = self.cache.lock(req.last_node)
+        if self.cache.linker.has_hit(req.rid):
+            loaded, req.last_node = self.cache.linker.load_back(req)
+            req.prefix_len += loaded
+            req.num_loaded = loaded
+        target = len(req.tokens)
+        if chunk is not None:
+            target = min(target, (req.prefix_len + chunk) // PAGE * PAGE)
+        held = req.prefix_len
+        need = max(0, -(-target // PAGE) * PAGE - held)
+        rows = self.allocate(need)
+        if rows is None:
+            self.give_up(req)
+            return False
+        self.waiting.remove(req)
+        if req.prefix_len:
+            prefix = self.cache.prefix_device_indices(req)
+            self.req_pool.alloc([req])
+            self.write(req, 0, prefix)
+        else:
+            self.req_pool.alloc([req])
+        self.write(req, held, rows)
+        req.kv.kv_allocated_len = held + need
+        self.cache.maybe_hand_to_session(req)
+        index = self.cache.ready_to_load_host_cache()
+        self.cache.hier_linker.layer_done_counter.set_consumer(index)
+        assert not self.cache.finish_external_linker_loads([req])
+        self.cache.hier_linker.layer_done_counter.set_consumer(-1)
+        self.forward(req, req.prefix_len, target)
+        self.checkpoint(req, target)
+        self.running.append(req)
+        return True
+
+    def give_up(self, req: Request) -> None:
+        """No room: what was prepared is taken back, as SGLang does when it aborts a request."""
+        loaded = self.cache.linker.private_load_indices.get(req.rid)
+        self.cache.release_aborted_request(req.cache_request_handle)
+        if loaded is not None:
+            window = self.window_rows(loaded)
+            self.allocator.swa_attn_allocator.free(window[window > 0])
+            self.allocator.clear_full_to_swa_mapping(loaded)
+            self.allocator.full_attn_allocator.free(loaded)
+        self.cache.unlock(req.lock)
+        self.waiting.remove(req)
 
     def allocate(self, num: int) -> torch.Tensor | None:
         if num == 0:
@@ -491,11 +610,43 @@ class WindowWorld(ScheduledWorld):
         found: torch.Tensor = rows
         return found
 
+    def write(self, req: Request, start: int, rows: torch.Tensor) -> None:
+        span = slice(start, start + len(rows))
+        self.req_pool.write((req.kv.req_pool_idx, span), rows.to(torch.int32))
+
     def checkpoint(self, req: Request, up_to: int) -> None:
         req.extend_end = up_to
         self.cache.checkpoint(req, up_to=up_to)
         req.prefix_len = req.kv.kv_committed_len = up_to
         self.check_attended(req, up_to)
+
+    def go_on(self, req: Request) -> None:
+        """Computes the rest of the prompt, or new tokens one by one, and ends."""
+        start = req.prefix_len
+        if start < req.prompt_len:
+            end = min(req.prompt_len, (start + 8) // PAGE * PAGE or 8)
+            end = max(end, start + 1)
+        elif req.num_new:
+            req.num_new -= 1
+            req.tokens.append(self.rng.randrange(3))
+            end = len(req.tokens)
+            self.slide(req)
+        else:
+            self.finish(req)
+            return
+        if end > req.kv.kv_allocated_len:
+            need = -(-end // PAGE) * PAGE - req.kv.kv_allocated_len
+            rows = self.allocate(need)
+            if rows is None:
+                self.retract(req)
+                return
+            self.write(req, req.kv.kv_allocated_len, rows)
+            req.kv.kv_allocated_len += need
+        self.forward(req, start, end)
+        if end <= req.prompt_len:
+            self.checkpoint(req, end)
+        else:
+            req.prefix_len = end
 
     def slide(self, req: Request) -> None:
         """As `maybe_evict_swa` does before a decode: the window leaves rows behind."""
@@ -526,6 +677,14 @@ class WindowWorld(ScheduledWorld):
         req.cache_request_handle = dataclasses.replace(handle, attempt_id=handle.attempt_id + 1)
         self.enqueue(req)
 
+    def release(self, req: Request) -> None:
+        span = (req.kv.cache_protected_len, req.kv.kv_allocated_len)
+        if span[0] < span[1]:
+            self.cache.free_kv_row(req.kv, [span])
+        self.cache.unlock(req.lock)
+        req.lock = None
+        self.req_pool.free(req)
+
     # ---- random steps ----
 
     def step(self) -> None:
@@ -534,7 +693,8 @@ class WindowWorld(ScheduledWorld):
 
     def do(self, kind: str) -> None:
         """Does one thing, if it can be done now."""
-        super().do(kind)
+        if getattr(self, f"_do_{kind}")() is not False:
+            self.counts[kind] = self.counts.get(kind, 0) + 1
         self.poison()
 
     def _do_arrive(self) -> bool | None:
@@ -547,6 +707,16 @@ class WindowWorld(ScheduledWorld):
         if not self.waiting or len(self.running) >= 5:
             return False
         return self.admit(self.rng.choice(self.waiting), self.rng.choice((None, 8, 12)))
+
+    def _do_go_on(self) -> bool | None:
+        if not self.running:
+            return False
+        self.go_on(self.rng.choice(self.running))
+        return None
+
+    def _do_events(self) -> None:
+        self.cache.check_hicache_events()
+        self.check_store()
 
     def _do_evict(self) -> None:
         """Both pools, or one of them."""
@@ -573,11 +743,21 @@ class WindowWorld(ScheduledWorld):
             return False
         return None
 
+    def _do_retract(self) -> bool | None:
+        if not self.running:
+            return False
+        self.retract(self.rng.choice(self.running))
+        return None
+
     def _do_flush(self) -> bool | None:
         if self.running:
             return False
         self.flush()
         return None
+
+    def flush(self) -> None:
+        self.cache.reset()
+        self.allocator.clear()
 
     def _do_change_weights(self) -> bool | None:
         """Nothing runs; requests wait."""
@@ -611,6 +791,9 @@ class WindowWorld(ScheduledWorld):
             lookahead.demote(space, hashes)
         return None
 
+    def _do_breathe(self) -> None:
+        time.sleep(self.rng.choice((0.0, 0.001)))
+
     # ---- the end ----
 
     def drain(self) -> None:
@@ -633,6 +816,18 @@ class WindowWorld(ScheduledWorld):
             self.step()
         self.drain()
 
+    def settle(self) -> None:
+        """Saves, reads and writes in flight land."""
+        assert self.cache.hier_linker.quiesce()
+        self.wait_for(lambda: not self.cache.hier_linker.numbers_of_saves()[0])  # nor what follows
+        self.cache.check_hicache_events()
+        assert self.store.wait_idle(300)
+        self.wait_for(
+            lambda: not self.store.stats()["spill_queue_pages"] and not self.arena._pins.any()
+        )
+        self.check_store()
+        self.store.check()
+
     def check_nothing_is_held(self) -> None:
         """No lock, row, plan or question outlives the requests."""
         assert not self.cache.linker.pending_offloads
@@ -644,6 +839,13 @@ class WindowWorld(ScheduledWorld):
             assert each.available_size() == each.size, "rows are lost"
         assert not self.allocator.full_to_swa_index_mapping[:-1].any()
 
+    def wait_for(self, state: Callable[[], bool]) -> None:
+        """Waits until the store's threads have brought about what `state` asks."""
+        deadline_s = time.monotonic() + 300
+        while not state():
+            assert time.monotonic() < deadline_s, self.store.stats()
+            time.sleep(0.002)
+
     def run(self, tokens: list[int]) -> Request:
         """One request from its arrival to its end; saves land."""
         req = Request(f"r{self._next}", list(tokens), 0)
@@ -652,9 +854,19 @@ class WindowWorld(ScheduledWorld):
         self.drain()
         return req
 
+    def only_on_disk(self) -> None:
+        """Drops the device tier and DRAM."""
+        self.flush()
+        books = self.store._books
+        with books.table.lock:
+            books.room.evict(self.arena.num_slots)
+
     def keys(self, tokens: list[int], extra_key: str | None, salt: str | None) -> list[str]:
         key = RadixKey(array("q", tokens), extra_key, cache_salt=salt).page_aligned(PAGE)
         return list(get_storage_hash_str(key, None, page_size=PAGE)) if len(key) else []
+
+    def close(self) -> None:
+        self.cache.release_host_resources()
 
 
 _WEIGHTS = {

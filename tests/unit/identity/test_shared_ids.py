@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.property.worlds.scheduled_world import PAGE, Request
-from tests.property.worlds.taint_world import World
+from tests.property.worlds.taint_world import PAGE, Request, World
 
 NUM_PAGES = 4
 

@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 
 from sglang_ext.identity.tenancy import (
     Tenant,
-    is_alone,
-    keep_alone,
     note_tenant,
     owner_of,
     tenant_of,
@@ -91,12 +89,3 @@ def test_what_is_no_owner_is_refused_in_one_sentence(owner: Any) -> None:
     with pytest.raises(ValueError, match="must be a text of 1 to 256 bytes") as refused:
         owner_of({"hier_kv_owner": owner})
     assert len(str(refused.value)) < 200
-
-
-def test_who_is_kept_alone_is_not_with_an_earlier_one_of_its_id() -> None:
-    """A client may send an id again; what the earlier request left may be in the tree still."""
-    both = [SimpleNamespace(rid="again", extra_key=None) for _ in range(2)]
-    for req in both:
-        keep_alone(req)
-    assert all(is_alone(req) for req in both)
-    assert both[0].extra_key != both[1].extra_key

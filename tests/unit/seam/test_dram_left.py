@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from sglang_ext.tiers.policy.cost_model import CostModel
-from tests.property.worlds.scheduled_world import PAGE, Request
-from tests.property.worlds.taint_world import World
+from tests.property.worlds.taint_world import PAGE, Request, World
 
 NUM_PAGES = 8
 PROMPT = [1 + at % 90 for at in range(NUM_PAGES * PAGE)]

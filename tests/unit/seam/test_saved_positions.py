@@ -12,8 +12,7 @@ inprocess.prepare()
 
 from sglang_ext.device.transfers import hashes_from_hex  # noqa: E402
 from sglang_ext.tiers.records.record import parse_header  # noqa: E402
-from tests.property.worlds.scheduled_world import PAGE  # noqa: E402
-from tests.property.worlds.taint_world import World  # noqa: E402
+from tests.property.worlds.taint_world import PAGE, World  # noqa: E402
 
 TOKENS = [1 + at % 90 for at in range(6 * PAGE)]
 

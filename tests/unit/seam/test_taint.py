@@ -36,8 +36,7 @@ from sglang_ext.seam.reuse_report import DETAILS_KEY  # noqa: E402
 from sglang_ext.seam.session_turns import SessionTurns, part_from_another_turn  # noqa: E402
 from sglang_ext.tiers.records.quality import ANY, Quality, name_of, worst  # noqa: E402
 from testkit.simulated.device import SimulatedDevice, plain  # noqa: E402
-from tests.property.worlds.scheduled_world import PAGE, Request  # noqa: E402
-from tests.property.worlds.taint_world import World, Wrong  # noqa: E402
+from tests.property.worlds.taint_world import PAGE, Request, World, Wrong  # noqa: E402
 
 PAGES = 6
 DOCUMENT = [1 + at % 90 for at in range(PAGES * PAGE)]
@@ -325,7 +324,7 @@ class Sessions:
 
 def turn(*, exact: bool = False) -> Request:
     req = Request("turn", [1], 0, exact)
-    req.session = SimpleNamespace(session_id="s", streaming=True)
+    req.session = SimpleNamespace(session_id="s", streaming=True)  # type: ignore[assignment]
     req.to_finish = None  # type: ignore[attr-defined]
     return req
 
@@ -381,7 +380,7 @@ def begin_turn(
 ) -> Request:
     """Its arrival, and its prompt's first chunk."""
     req = Request(f"turn-{len(tokens)}", list(tokens), 0, exact)
-    req.session = Session()
+    req.session = Session()  # type: ignore[assignment]
     for name in ("to_finish", "finished_reason", "finished_len"):
         setattr(req, name, None)
     req.output_ids = []  # type: ignore[attr-defined]
@@ -450,7 +449,7 @@ def test_a_running_turns_rows_stay_its_own(make: Make, refused: bool) -> None:
     world = make(device_pages=64)
     first = begin_turn(world, [*DOCUMENT, *QUESTION, 7], chunk=PAGE)
     session = first.session
-    session._inflight = not refused
+    session._inflight = not refused  # type: ignore[attr-defined]
     other = Request("other", [*DOCUMENT, 9], 0, False, extra_key="another")
     other.session = session
     other.release_mm_inputs_on_abort = lambda: None  # type: ignore[attr-defined]
@@ -459,7 +458,7 @@ def test_a_running_turns_rows_stay_its_own(make: Make, refused: bool) -> None:
     world.match(other)
     assert other.session is None
     assert "active request" in other.to_finish.message  # type: ignore[attr-defined]
-    assert session._inflight, "the first still runs"
+    assert session._inflight, "the first still runs"  # type: ignore[attr-defined]
     assert not other.kv.holds_kv
     assert world.store.stats()["refused_session_turns"] == 1
     end_turn(world, first)  # the world looks at the rows that it attends to
@@ -478,7 +477,7 @@ def test_a_refused_turn_lets_no_third_one_in(make: Make, num_turns: int) -> None
     session = Session()
     session._inflight = True
     refused = Request("refused", [*DOCUMENT, 9], 0, False, extra_key="another")
-    refused.session = session
+    refused.session = session  # type: ignore[assignment]
     part_from_another_turn(SimpleNamespace(tree_cache=world.cache), refused)  # as it is made
     assert refused.session is None
     refused.to_finish = SimpleNamespace(message="of any reason")  # type: ignore[attr-defined]

@@ -132,17 +132,14 @@ class PageTable:
         if not len(rows):
             return
         flags = self.index.flags
-        owed = self._num_owed(rows) if step.owes else 0
+        owed = _num_owed(flags, rows) if step.owes else 0
         flags[rows] = (flags[rows] & step.keeps) | step.sets
         if step.owes:
-            self.num_owed += self._num_owed(rows) - owed
+            self.num_owed += _num_owed(flags, rows) - owed
         if step.tells:
             self.order.changed(rows)
         if step.tells and self.disk_order is not None:
             self.disk_order.changed(rows)
-
-    def _num_owed(self, rows: Rows) -> int:
-        return len(_distinct(rows[owes(self.index.flags[rows])]))
 
     # ---- DRAM ----
 
@@ -253,7 +250,7 @@ class PageTable:
         self.take_off_disk(live)
         self.parents.forget(live)
         self.policy.forget(live)
-        self.num_owed -= self._num_owed(live)
+        self.num_owed -= _num_owed(self.index.flags, live)
         self.waits.end(live, failed=True)  # the next page of these rows is another's
         return self.index.remove(rows)
 
@@ -301,3 +298,8 @@ def _once(rows: Rows) -> Rows:
 def _distinct(rows: Rows) -> Rows:
     """Each row once, ascending; rows that are so already, as of all pages, are not sorted again."""
     return rows if (rows[1:] > rows[:-1]).all() else np.unique(rows)
+
+
+def _num_owed(flags: npt.NDArray[np.uint8], rows: Rows) -> int:
+    """How many of some rows, each counted once, are to be written a second time."""
+    return len(_distinct(rows[owes(flags[rows])]))

@@ -13,7 +13,7 @@ from sglang_ext.seam.media.page_digests import naming
 from sglang_ext.tiers.records.checks import seal
 from sglang_ext.tiers.records.record import FORMAT_VERSION, HEADER_BYTES
 from tests.property.media.media_world import MediaRequest, MediaWorld, image_item
-from tests.property.worlds.scheduled_world import PAGE
+from tests.property.worlds.taint_world import PAGE
 from tests.tiers.protection_cases import seals
 from tests.unit.seam.media.conftest import Make
 

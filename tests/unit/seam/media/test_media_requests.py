@@ -20,7 +20,7 @@ from tests.property.media.media_world import (
     pads_of,
     scheduler,
 )
-from tests.property.worlds.scheduled_world import PAGE
+from tests.property.worlds.taint_world import PAGE
 from tests.unit.seam.media.conftest import Make
 
 TEXT = [100 + at for at in range(6 * PAGE + 1)]
@@ -101,11 +101,15 @@ def test_two_requests_at_once_with_images_of_the_same_number(make: Make) -> None
 
 
 def test_a_number_that_stands_for_two_images_of_one_request(make: Make) -> None:
-    world = make()
+    world, places = make(), set()
     for _ in range(2):
         req = ask(world, image_item(0, (5, 9)), image_item(2, (12, 14)))  # its rows are checked
         assert images_of(req) == ()
         assert not tiers(req)
+        places.add(str(req.extra_key).removesuffix(f":{req.rid}"))
+    assert len(places) == 2, "an id may be sent again, while the earlier one's pages are there"
+        "a client may send an id again, while the earlier one's pages are there"
+    )
     assert count(world, "image_name_conflicts") == 2
     assert images_of(world.make(TEXT, [image_item(0, (5, 9)), image_item(0, (12, 16))]))
     assert images_of(world.make(TEXT, [image_item(0, (5, 9)), image_item(0, (12, 14))])) == ()
@@ -349,7 +353,7 @@ def test_a_request_that_lost_its_images_stays_what_it_was(make: Make) -> None:
 def test_a_turn_of_a_session_with_images_is_not_named(make: Make) -> None:
     world = make()
     req = world.make(TEXT, [image_item(0, SPAN)], named=False)
-    req.session = SimpleNamespace(session_id="s", streaming=False)
+    req.session = SimpleNamespace(session_id="s", streaming=False)  # type: ignore[assignment]
     world.cache.media.arrived(req)
     assert images_of(req) == ()
 
@@ -360,7 +364,7 @@ def test_nobody_goes_on_from_a_turn_behind_what_was_cut_of_its_session(make: Mak
     session = SimpleNamespace(session_id="s", streaming=False)
     for offset in (4, None):  # the next turn has the positions, too
         turn = world.make(TEXT, [], named=False)
-        turn.session = session
+        turn.session = session  # type: ignore[assignment]
         world.cache.media.made(turn, SimpleNamespace(offset=offset))
         turn.multimodal_inputs = SimpleNamespace(mm_items=[image_item(0, SPAN)])
         world.run_to_end(turn)
