@@ -108,8 +108,6 @@ def test_a_number_that_stands_for_two_images_of_one_request(make: Make) -> None:
         assert not tiers(req)
         places.add(str(req.extra_key).removesuffix(f":{req.rid}"))
     assert len(places) == 2, "an id may be sent again, while the earlier one's pages are there"
-        "a client may send an id again, while the earlier one's pages are there"
-    )
     assert count(world, "image_name_conflicts") == 2
     assert images_of(world.make(TEXT, [image_item(0, (5, 9)), image_item(0, (12, 16))]))
     assert images_of(world.make(TEXT, [image_item(0, (5, 9)), image_item(0, (12, 14))])) == ()
