@@ -22,7 +22,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -49,6 +48,7 @@ from tests.property.worlds.taint_world import (  # noqa: E402
     TextScheduler,
     World,
     Wrong,
+    page_prints,
     page_rows,
     ready_slots,
 )
@@ -312,8 +312,7 @@ class LateWorld(World):
             tokens, end = self.made[meta.page_hash], meta.position + PAGE
             for at, values in enumerate(page_rows(slot, self.layout)):
                 wanted = self.layer_values(at % LAYERS, tokens, end)[-PAGE:, None]
-                prints = np.ascontiguousarray(values[..., IDENTITY : IDENTITY + NUM_PRINTS])
-                found = torch.from_numpy(prints.view(np.int16)).view(torch.bfloat16)
+                found = page_prints(values, NUM_PRINTS)
                 if not torch.equal(found, wanted.expand_as(found)):
                     raise Wrong(f"layer {at % LAYERS} of a page has rows of other than {tokens}")
 

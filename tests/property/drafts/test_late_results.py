@@ -114,7 +114,8 @@ def test_no_guess_that_was_not_heard_of_is_in_a_stored_page(
         world.drain()
 
     def unseen() -> list[str]:
-        return missing({**world.store.stats(), **world.counts}, (*STORED, *HAPPENED))
+        few = ["rejected guesses"] if world.num_rejected <= 100 else []
+        return few + missing({**world.store.stats(), **world.counts}, (*STORED, *HAPPENED))
 
     try:
         run_until_all_seen(one_round, unseen, num_rounds=ROUNDS)

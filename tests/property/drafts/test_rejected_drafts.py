@@ -11,7 +11,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -21,12 +20,12 @@ from tests.property.test_pairs_interleavings import PairsWorld
 from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.taint_world import (
     HEADS,
-    IDENTITY,
     PAGE,
     Request,
     TextScheduler,
     World,
     Wrong,
+    page_prints,
     page_rows,
     ready_slots,
 )
@@ -105,8 +104,7 @@ class _Drafting(World):
             tokens, end = self.made[meta.page_hash], meta.position + PAGE
             wanted = self.row_values(tokens, end)[-PAGE:, None].expand(PAGE, HEADS, _NUM_PRINTS)
             for values in page_rows(slot, self.layout):
-                prints = np.ascontiguousarray(values[..., IDENTITY : IDENTITY + _NUM_PRINTS])
-                found = torch.from_numpy(prints.view(np.int16)).view(torch.bfloat16)
+                found = page_prints(values, _NUM_PRINTS)
                 if not torch.equal(found, wanted):
                     raise Wrong(f"a stored page has rows of other tokens than {tokens}")
 

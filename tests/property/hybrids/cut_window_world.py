@@ -28,18 +28,20 @@ from sglang_ext.device.windows.window_layers import group_hashes
 from sglang_ext.identity.tenancy import note_tenant, tenant_of
 from sglang_ext.kernels.rope import RopeSpec
 from sglang_ext.provenance.request_state import state_of, wants_exact
-from sglang_ext.seam.page_hash import page_hasher
-from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.records.record import parse_header
 from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
-from sglang_ext.truncation.truncator import Truncator
 from tests.property.worlds import window_world
 from tests.property.worlds.taint_world import ready_slots
-from tests.property.worlds.truncation_world import Cuttable, QuoteModel, Whose
+from tests.property.worlds.truncation_world import (
+    CONTEXT,
+    Cuttable,
+    QuoteModel,
+    Whose,
+    make_truncator,
+)
 from tests.property.worlds.window_world import FULL, PAGE, Request, WindowWorld, WrongKVError
 
-CONTEXT = 80
 ROOM = 6
 LONGEST = 200  # tokens of a conversation
 _ROTATED = 12  # the first column that is rotated, of 4
@@ -135,17 +137,7 @@ class CutWindowWorld(WindowWorld):
         super().__init__(folder, patch, seed, **{**sizes, **options})
         if head_tokens is None:
             head_tokens = self.rng.choice((0, 3, 8))
-        self.truncator = Truncator(
-            HierKVConfig(truncation="all", truncation_head=head_tokens),
-            b"secret" + bytes([seed % 256]),
-            context_len=CONTEXT,
-            max_req_len=CONTEXT + 1,
-            max_input_len=CONTEXT - 2,
-            page_size=PAGE,
-            hash_of=page_hasher(PAGE),
-            tokenizer=None,
-            parts_exact=lambda: True,
-        )
+        self.truncator = make_truncator(head_tokens, seed, parts_exact=lambda: True)
         scheduler: Any = self
         self.cache.bind_scheduler(scheduler, self.truncator)
         assert self.cache.truncated.is_movable()

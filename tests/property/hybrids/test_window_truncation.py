@@ -17,9 +17,10 @@ from sglang_ext.tiers.remote import RemoteStore, RemoteStoreConfig
 from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.truncation.lineage import QuoteLineage, lineage_of
 from tests.long_form import count
-from tests.property.hybrids.cut_window_world import CONTEXT, CutWindowWorld
+from tests.property.hybrids.cut_window_world import CutWindowWorld
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.hostile_engine import HostileEngine
+from tests.property.worlds.truncation_world import CONTEXT
 from tests.property.worlds.window_world import PAGE
 from tests.tiers.protection_cases import protected_store
 

@@ -130,6 +130,12 @@ def page_rows(slot: ByteArray, layout: PageLayout) -> list[np.ndarray]:
     return views
 
 
+def page_prints(values: np.ndarray, num: int) -> torch.Tensor:
+    """The fingerprints in what `page_rows` has of a layer, `num` values of each head."""
+    prints = np.ascontiguousarray(values[..., IDENTITY : IDENTITY + num])
+    return torch.from_numpy(prints.view(np.int16)).view(torch.bfloat16)
+
+
 class Identity:
     """One namespace, always."""
 

@@ -175,6 +175,21 @@ class QuoteModel:
         return [seed, *self._prints_of(tokens[: run.position], seed)]
 
 
+def make_truncator(head_tokens: int, seed: int, **options: Any) -> Truncator:
+    """One of all modes, for contexts of `CONTEXT` tokens; the seed is in its secret."""
+    return Truncator(
+        HierKVConfig(truncation="all", truncation_head=head_tokens),
+        b"secret" + bytes([seed % 256]),
+        context_len=CONTEXT,
+        max_req_len=CONTEXT + 1,
+        max_input_len=CONTEXT - 2,
+        page_size=PAGE,
+        hash_of=page_hasher(PAGE),
+        tokenizer=None,
+        **options,
+    )
+
+
 class TruncationWorld(World):
     """One server's cache; conversations that grow, fork, quote one another and overflow."""
 
@@ -191,16 +206,7 @@ class TruncationWorld(World):
         super().__init__(folder, patch, seed, **options)
         if head_tokens is None:
             head_tokens = self.rng.choice((0, 3, 4))
-        self.truncator = Truncator(
-            HierKVConfig(truncation="all", truncation_head=head_tokens),
-            b"secret" + bytes([seed % 256]),
-            context_len=CONTEXT,
-            max_req_len=CONTEXT + 1,
-            max_input_len=CONTEXT - 2,
-            page_size=PAGE,
-            hash_of=page_hasher(PAGE),
-            tokenizer=None,
-        )
+        self.truncator = make_truncator(head_tokens, seed)
         self.cache.bind_scheduler(TextScheduler(), self.truncator)
         self.quotes = QuoteModel(prints_of)
         self.talks: list[tuple[list[int], int]] = []  # (tokens, index of KEYS)

@@ -64,8 +64,8 @@ class ThinnedSegments:
         passed: dict[int, Segment] = {}
         best, most, num_looks = None, first_blocks - 1, 0
         while heap and -heap[0][0] > most and num_looks < _MAX_LOOKS:
-            num_free, segment_id = -heap[0][0], heap[0][1]
-            heapq.heappop(heap)
+            less_free, segment_id = heapq.heappop(heap)
+            num_free = -less_free
             self._num_entries -= 1
             segment = namespace.segments.get(segment_id)
             if segment is None:

@@ -220,16 +220,17 @@ class FolderReclaimer:
         self, last: list[float], left: list[int], ages: list[Counter[int]], used: list[int]
     ) -> bool:
         """Removes files as `_oldest` chose them; returns whether one could not be."""
-        has_failed = False
+        has_failed, rest = False, [each.total() for each in ages]
         for found in self._files():
             tenant = self._marks.tenant_of(found.status)
             bucket = int(found.status.st_mtime) // _BUCKET_S
             if found.is_temp or bucket > last[tenant]:
                 continue
-            if bucket == last[tenant] and ages[tenant].total() <= left[tenant]:
+            if bucket == last[tenant] and rest[tenant] <= left[tenant]:
                 continue
             num_bytes = min(self._bytes_of(found.status), ages[tenant][bucket])
             ages[tenant][bucket] -= num_bytes
+            rest[tenant] -= num_bytes
             if self._remove(found):
                 used[tenant] -= num_bytes
             else:
