@@ -29,6 +29,13 @@ unexport PYTHONDONTWRITEBYTECODE
 # How late threads are under `make late`: a seed, and the longest delay in milliseconds.
 LATE ?= 1:2000
 
+# The release of SGLang that tests run with instead of the installed one, from its wheel: RELEASE=0.5.22.
+RELEASE ?=
+# What every process of a run finds it by; its extensions are compiled apart.
+WITH_RELEASE = $(if $(RELEASE),folder="$$($(PY) -m testkit.releases.wheels $(RELEASE))" \
+  && PYTHONPATH="$$folder$${PYTHONPATH:+:$$PYTHONPATH}" \
+  TORCH_EXTENSIONS_DIR="$(abspath $(VENV))/torch-extensions-$(RELEASE)")
+
 # Long forms of tests: 1 for all cases and more rounds, 10 for ten times as many.
 LONG ?= $(HIER_KV_LONG)
 # How long `make soak` goes on with mixed traffic behind the tests.
@@ -94,7 +101,8 @@ dist:
 	"$(PYTHON)" -m testkit.release $(if $(SERVED),--served)
 
 test: $(STAMP) $(PREBUILT)
-	HIER_KV_LONG=$(LONG) $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(SELECTED)
+	$(WITH_RELEASE) HIER_KV_LONG=$(LONG) \
+	  $(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=30 $(SELECTED)
 	@echo "make test: all tests passed"
 
 # What a default run samples, whole, and then what grows only with time.

@@ -6,6 +6,7 @@ path of a server's processes in front of the installed release; nothing is insta
 
 from __future__ import annotations
 
+import sys
 import tempfile
 import zipfile
 from contextlib import suppress
@@ -38,3 +39,10 @@ def unpacked(version: str) -> Path:
         with suppress(OSError):  # another process was first
             made.rename(folder)
     return folder
+
+
+if __name__ == "__main__":
+    try:
+        print(unpacked(sys.argv[1]))
+    except FileNotFoundError as error:
+        sys.exit(str(error))

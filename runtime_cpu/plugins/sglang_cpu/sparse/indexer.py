@@ -34,8 +34,10 @@ def bind_indexer(name: str) -> None:
         return
     registry = handlers.AttentionBackendRegistry
     registry.register(name, lambda attention, batch: handlers.AttnForwardMethod.MLA)
-    from sglang.kernels.ops.kvcache import dsa_index_k_cache as rows
-
+    try:
+        from sglang.kernels.ops.kvcache import dsa_index_k_cache as rows
+    except ImportError:  # before 0.5.23, with which nothing with an index is served
+        return
     setattr(module.Indexer, "forward_native", _choose_tokens)  # noqa: B010
     setattr(rows.SetKAndS, "execute", staticmethod(kernels.store))  # noqa: B010
     setattr(rows.GetKAndS, "execute", staticmethod(kernels.gather))  # noqa: B010
