@@ -75,8 +75,10 @@ class FolderLock:
         try:
             _write_owner(io, self._fd, {})
         except OSError as error:
-            io.close(self._fd)
-            raise TierConfigError(_cannot_use(folder, error)) from error
+            # On a full disk the lock holds without a name, so that `hier-kv prune` can make room.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                io.close(self._fd)
+                raise TierConfigError(_cannot_use(folder, error)) from error
 
     def release(self) -> None:
         """Gives the folder back. The file stays: removing it could let two owners in."""

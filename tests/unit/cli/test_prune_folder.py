@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -328,6 +329,20 @@ def test_what_cannot_be_removed_is_told(
     status, facts = run_json(capsys, "prune", tmp_path, "--namespace", NAMESPACE.hex())
     assert (status, facts["pages"]) == (1, 0)
     assert "could not be removed" in facts["left"][0]
+
+
+def test_a_full_disk_is_made_room_on(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FileIO, "pwritev", refuse)
+    status, facts = run_json(capsys, "prune", tmp_path, "--all")
+    assert (status, facts["pages"], facts["left"]) == (0, 22, [])
+    assert not list(tmp_path.rglob("*.hkv"))
 
 
 def test_the_folders_of_several_servers_are_no_ranks_of_one(
