@@ -153,6 +153,26 @@ def test_a_torn_footer_costs_no_page(tmp_path: Path, open_tier: OpenTier, mode: 
     assert _read_all(tier, locations) == {OK}
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_another_key_ends_no_segment_whose_first_page_is_damaged(
+    tmp_path: Path, open_tier: OpenTier, mode: str
+) -> None:
+    tier, _ = _open(open_tier, mode)
+    store(tier, range(NUM_PAGES))
+    path = _segment(tmp_path)
+    tier.close()
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 1  # of the table, so that the pages alone say whose they are
+    data[4096] ^= 1
+    path.write_bytes(data)
+    tier, num_found = _open(open_tier, mode, OTHER_KEY)
+    assert num_found == 0
+    assert tier.stats().errors == {"locked_segment": 1}
+    tier.close()
+    _, num_found = _open(open_tier, mode)
+    assert num_found == NUM_PAGES - 1
+
+
 def test_what_is_salvaged_was_proved_and_is_written_with_the_first_key(
     tmp_path: Path, open_tier: OpenTier
 ) -> None:

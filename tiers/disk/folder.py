@@ -75,8 +75,10 @@ class FolderLock:
         try:
             _write_owner(io, self._fd, {})
         except OSError as error:
-            io.close(self._fd)
-            raise TierConfigError(_cannot_use(folder, error)) from error
+            # On a full disk the lock holds without a name, so that `hier-kv prune` can make room.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                io.close(self._fd)
+                raise TierConfigError(_cannot_use(folder, error)) from error
 
     def release(self) -> None:
         """Gives the folder back. The file stays: removing it could let two owners in."""
@@ -171,13 +173,7 @@ class SegmentIds:
         self._io = io
         self._path = folder / "folder.msgpack"
         self._sync = sync
-        state = _read_state(io, self._path)
-        version = state.get("version", FOLDER_VERSION)
-        if isinstance(version, int) and version > FOLDER_VERSION:
-            raise TierConfigError(
-                f"the disk folder {folder} has format version {version}, this release reads up to"
-                f" {FOLDER_VERSION}; use the newer release or another folder"
-            )
+        state = _folder_state(io, folder)
         spent = state.get("next_segment", 1)
         spent = spent if isinstance(spent, int) and 0 < spent < NO_SEGMENT else 1
         self._next = max(spent, highest_seen + 1)
@@ -205,6 +201,26 @@ class SegmentIds:
         data = msgpack.packb({"version": FOLDER_VERSION, "next_segment": limit})
         write_file(self._io, self._path, data, sync=self._sync)
         self._limit = limit
+
+
+def refuse_later_release(io: FileIO, folder: Path) -> None:
+    """Refuses a tier's folder that a later release wrote.
+
+    Raises:
+        TierConfigError: it did.
+    """
+    _folder_state(io, folder)
+
+
+def _folder_state(io: FileIO, folder: Path) -> dict[str, Any]:
+    state = _read_state(io, folder / "folder.msgpack")
+    version = state.get("version", FOLDER_VERSION)
+    if isinstance(version, int) and version > FOLDER_VERSION:
+        raise TierConfigError(
+            f"the disk folder {folder} has format version {version}, this release reads up to"
+            f" {FOLDER_VERSION}; use the newer release or another folder"
+        )
+    return state
 
 
 def namespace_folders(folder: Path, is_own: Callable[[Path], bool] = tighten) -> list[Path]:

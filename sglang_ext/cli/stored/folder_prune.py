@@ -10,7 +10,7 @@ from sglang_ext.cli.server_stats import amount, number_of
 from sglang_ext.cli.stored.choice import Choice, Removed
 from sglang_ext.tiers.access import shown
 from sglang_ext.tiers.base import BLOCK_BYTES
-from sglang_ext.tiers.disk.folder import FolderLock
+from sglang_ext.tiers.disk.folder import FolderLock, refuse_later_release
 from sglang_ext.tiers.disk.offline.checking import Fault, SegmentCheck, check_segment
 from sglang_ext.tiers.disk.offline.removal import cut_out, remove_empty_namespace, remove_segment
 from sglang_ext.tiers.disk.offline.survey import (
@@ -38,11 +38,13 @@ def prune_folder(root: Path, choice: Choice, seals: RecordSeals, *, is_dry: bool
         is_dry: whether to say only what would go.
 
     Raises:
-        TierConfigError: it is no folder of a disk tier, or a server holds it and this is no dry
-            run.
+        TierConfigError: it is no folder of a disk tier, a later release's, or a server holds it
+            and this is no dry run.
         OSError: it cannot be read.
     """
     io, folders = FileIO(), tier_folders(root)
+    for folder in folders:
+        refuse_later_release(io, folder)
     holder = holders(io, root, folders)
     if holder and not is_dry:
         raise TierConfigError(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import sys
 import time
 import urllib.error
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -78,7 +80,8 @@ class WarmedServer:
         self._url, self._keys, self._timeout_s = url, keys, timeout_s
         info = server_info(url, keys.api, timeout_s)
         states = states_of(url, info)
-        self.page_size = int(states[0]["page_size"])
+        with _as_sglang(f"the state of {url}"):
+            self.page_size = _number(states[0]["page_size"])
         self._priority = _lowest_priority(info)
         self._ask(_STEER, {"input_ids": [0], "locate": True}, keys.admin)
 
@@ -87,6 +90,7 @@ class WarmedServer:
 
         Raises:
             ServerGoneError: nobody answers.
+            WarmError: it says something else.
         """
         return sum(map(Counter, self._hosts()), Counter[str]())
 
@@ -94,9 +98,12 @@ class WarmedServer:
         """The counters of each scheduler."""
         try:
             info = server_info(self._url, self._keys.api, self._timeout_s)
-            return [state["host"] for state in states_of(self._url, info)]
+            states = states_of(self._url, info)
         except ServerStatsError as error:
             raise ServerGoneError(str(error)) from error
+        with _as_sglang(f"the state of {self._url}"):
+            hosts = [state["host"].items() for state in states]
+        return [{name: n for name, n in host if type(n) is int} for host in hosts]
 
     def warm(self, document: Document, pin_s: float | None) -> Served:
         """Sends a document, waits until it is stored, and pins it. Blocks.
@@ -127,10 +134,8 @@ class WarmedServer:
         if self._priority is not None:
             body = {**body, "priority": self._priority}
         answer = self._ask(document.path, body, self._keys.api)
-        try:
+        with _as_sglang("the answer"):
             served, reason = _of_answer(answer)
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise WarmError(f"the answer lacks what SGLang's have ({error!r})") from error
         if reason:
             raise WarmError(reason)
         return served
@@ -173,16 +178,20 @@ class WarmedServer:
             ) from error
 
     def _num_missing(self, document: Document, served: Served) -> int:
-        found = self._steer(document, served, {"locate": True})
-        missing = [int(each["pages"] - each.get("host", 0) - each.get("disk", 0)) for each in found]
-        return min(missing)  # of several schedulers one had the request
+        answer = self._steer(document, served, {"locate": True})
+        with _as_sglang(f"the answer of {_STEER}"):
+            found = [
+                (each["pages"], each.get("host", 0), each.get("disk", 0))
+                for each in answer["schedulers"]
+            ]
+            missing = [
+                _number(pages) - _number(host) - _number(disk) for pages, host, disk in found
+            ]
+            return min(missing)  # of several schedulers one had the request
 
-    def _steer(
-        self, document: Document, served: Served, wish: dict[str, Any]
-    ) -> list[dict[str, Any]]:
+    def _steer(self, document: Document, served: Served, wish: dict[str, Any]) -> Any:
         body = {"input_ids": served.token_ids, **document.tenant, **wish}
-        schedulers: list[dict[str, Any]] = self._ask(_STEER, body, self._keys.admin)["schedulers"]
-        return schedulers
+        return self._ask(_STEER, body, self._keys.admin)
 
     def _ask(self, path: str, body: dict[str, Any], key: str) -> Any:
         try:
@@ -195,8 +204,27 @@ class WarmedServer:
             if isinstance(getattr(error, "reason", None), TimeoutError):
                 raise WarmError(f"{path} did not answer in {self._timeout_s:g} s") from error
             raise ServerGoneError(f"{path} gives no answer ({error})") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WarmError(f"{path} does not answer in JSON ({error})") from error
+
+
+@contextlib.contextmanager
+def _as_sglang(what: str) -> Iterator[None]:
+    """Where what a server says is read.
+
+    Raises:
+        WarmError: it lacks something, or has something else in its place.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        raise WarmError(f"{what} lacks what SGLang's have ({error!r})") from error
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"a whole number is expected, got {str(value)[:40]!r}")
+    return value
 
 
 def _lowest_priority(info: dict[str, Any]) -> int | None:
@@ -211,13 +239,18 @@ def _of_answer(answer: Any) -> tuple[Served, str]:
     ended = answer["choices"][0] if "choices" in answer else answer
     meta = ended["meta_info"]
     report = (meta.get("cached_tokens_details") or {}).get("hier_kv") or {}
-    by_tier = Counter({tier: report.get(tier, 0) for tier in ("device", "host", "disk", "remote")})
+    tiers = ("device", "host", "disk", "remote")
+    by_tier = Counter({tier: _number(report.get(tier, 0)) for tier in tiers})
     served = Served(
-        ended["prompt_token_ids"], meta["prompt_tokens"], meta["cached_tokens"], by_tier
+        ended["prompt_token_ids"],
+        _number(meta["prompt_tokens"]),
+        _number(meta["cached_tokens"]),
+        by_tier,
     )
     why = meta["finish_reason"] or {}
     if why.get("type") == "abort":
         return served, f"the server ended the request: {why.get('message') or 'aborted'}"
     if report.get("dropped"):
-        return served, f"it is over the context length: {report['dropped']:,} tokens were cut"
+        num_cut = _number(report["dropped"])
+        return served, f"it is over the context length: {num_cut:,} tokens were cut"
     return served, ""

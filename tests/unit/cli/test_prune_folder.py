@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
 
+import msgpack
 import pytest
 
 from sglang_ext.tiers.disk.folder import FolderLock, SharedFolderLock
@@ -190,6 +192,48 @@ def test_what_cannot_be_judged_without_its_key_is_not_damaged(
     assert len(facts["removed"]) == 4
 
 
+@LAYOUTS
+@pytest.mark.parametrize("mode", ["tag", "encrypt"])
+def test_with_another_key_no_segment_is_without_sound_pages(
+    tmp_path: Path, capsys: Capture, packed: bool, mode: str
+) -> None:
+    """Where its table and the beginning of its first page are damaged, nothing else names a key."""
+    folder = tmp_path / "disk"
+    places = write_folder(folder, seals(mode), packed=packed, num_pages=5)
+    path = segment_of(folder, places[0])
+    flip(path, path.stat().st_size - 100)
+    damage(folder, places[0], at=0)
+    before = listing(folder)
+    status, facts = run_json(capsys, "prune", folder, "--damaged", *with_key(tmp_path, OTHER_KEY))
+    assert (status, facts["removed"]) == (0, [])
+    assert listing(folder) == before | LOCK
+    assert readable(folder, places, seals(mode), packed=packed) == {1, 2, 3, 4}
+
+
+def test_pages_of_a_later_release_are_not_damaged(tmp_path: Path, capsys: Capture) -> None:
+    places = write_folder(tmp_path, packed=True, num_pages=PER_SEGMENT)
+    path = segment_of(tmp_path, places[0])
+    data = bytearray(path.read_bytes())
+    for place in places.values():
+        data[place.block * 4096 + 4] = 9  # the record's version
+    data[-100] ^= 1  # of the table
+    path.write_bytes(data)
+    damage(tmp_path, places[0], at=0)
+    before = listing(tmp_path)
+    status, facts = run_json(capsys, "prune", tmp_path, "--damaged")
+    assert (status, facts["removed"]) == (0, [])
+    assert listing(tmp_path) == before | LOCK
+
+
+def test_a_folder_of_a_later_release_is_left_to_it(tmp_path: Path, capsys: Capture) -> None:
+    write_folder(tmp_path)
+    (tmp_path / "folder.msgpack").write_bytes(msgpack.packb({"version": 2, "next_segment": 65}))
+    before = listing(tmp_path)
+    for choice in (["--all"], ["--damaged"], ["--damaged", "--dry-run"]):
+        assert "use the newer release" in refusal(capsys, "prune", tmp_path, *choice)
+    assert listing(tmp_path) == before
+
+
 def test_beside_a_server_nothing_is_removed(tmp_path: Path, capsys: Capture) -> None:
     write_folder(tmp_path)
     with opened(tmp_path):
@@ -285,6 +329,20 @@ def test_what_cannot_be_removed_is_told(
     status, facts = run_json(capsys, "prune", tmp_path, "--namespace", NAMESPACE.hex())
     assert (status, facts["pages"]) == (1, 0)
     assert "could not be removed" in facts["left"][0]
+
+
+def test_a_full_disk_is_made_room_on(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path)
+
+    def refuse(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(FileIO, "pwritev", refuse)
+    status, facts = run_json(capsys, "prune", tmp_path, "--all")
+    assert (status, facts["pages"], facts["left"]) == (0, 22, [])
+    assert not list(tmp_path.rglob("*.hkv"))
 
 
 def test_the_folders_of_several_servers_are_no_ranks_of_one(

@@ -38,6 +38,8 @@ class Peer(ThreadingHTTPServer):
         saves: that are queued, and that have ended. Each time it is asked one more ends, unless it
             `stalls`, and another one is queued.
         is_older: whether it is of a release that does not say how many ended.
+        state: what its scheduler says of itself besides.
+        strange: answers by path, in place of its own.
     """
 
     daemon_threads = True
@@ -50,6 +52,8 @@ class Peer(ThreadingHTTPServer):
         self.at_once = threading.Barrier(1)
         self.priorities: dict[str, Any] = {}
         self.saves, self.stalls, self.is_older = (0, 0), False, False
+        self.state: dict[str, Any] = {}
+        self.strange: dict[str, Any] = {}
 
     @property
     def url(self) -> str:
@@ -71,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
         host = {"save_queue": queued, "saves_ended": ended, "pinned_now_pages": 3}
         if self.server.is_older:
             del host["saves_ended"]
-        state = {"page_size": PAGE, "host": host}
+        state = {"page_size": PAGE, "host": host, **self.server.state}
         self._say(200, {"internal_states": [{"hier_kv": state}], **self.server.priorities})
 
     def do_POST(self) -> None:
@@ -80,6 +84,9 @@ class _Handler(BaseHTTPRequestHandler):
         with peer.changed:
             peer.bodies.setdefault(self.path, []).append(body)
         if self._hangs_up():
+            return
+        if self.path in self.server.strange:
+            self._say(200, self.server.strange[self.path])
             return
         if self.path == "/hier_kv/steer":
             parse_body(body)  # what the real one would refuse
@@ -298,6 +305,43 @@ def test_a_document_that_fails_does_not_stop_the_others(
     ]
     assert (found["documents"], found["tokens"], found["computed_tokens"]) == (1, PAGE + 10, 10)
     assert not found["is_cut_short"]
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{}, [], None, {"schedulers": None}, {"schedulers": []}, {"schedulers": [{"pages": "1"}]}],
+)
+def test_a_steering_endpoint_of_somebody_else_is_a_failure(
+    peer: Peer, write: Write, capsys: pytest.CaptureFixture[str], said: Any
+) -> None:
+    peer.strange = {"/hier_kv/steer": said}
+    assert main(["warm", peer.url, write({"text": "a"}), "--json"]) == 1
+    (failure,) = json.loads(capsys.readouterr().out)["failures"]
+    assert "the answer of /hier_kv/steer lacks what SGLang's have" in failure["reason"]
+
+
+@pytest.mark.parametrize(
+    "state", [{"page_size": None}, {"page_size": "64"}, {"host": None}, {"host": [1]}]
+)
+def test_a_state_that_is_none_is_one_sentence(
+    peer: Peer, write: Write, capsys: pytest.CaptureFixture[str], state: dict[str, Any]
+) -> None:
+    peer.state = state
+    assert main(["warm", peer.url, write({"text": "a"})]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"hier-kv: the state of {peer.url} lacks what SGLang's have")
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("tokens", [None, "64", 1.5, float("nan"), []])
+def test_numbers_that_are_none_are_a_failure(
+    peer: Peer, write: Write, capsys: pytest.CaptureFixture[str], tokens: Any
+) -> None:
+    meta = {"prompt_tokens": tokens, "cached_tokens": 0, "finish_reason": None}
+    peer.strange = {"/generate": {"prompt_token_ids": [1], "meta_info": meta}}
+    assert main(["warm", peer.url, write({"text": "a"}), "--json"]) == 1
+    (failure,) = json.loads(capsys.readouterr().out)["failures"]
+    assert "a whole number is expected" in failure["reason"]
 
 
 def test_what_the_server_does_not_keep_is_a_failure(

@@ -171,7 +171,7 @@ class _Checker:
     def _check_places(self, fd: int, check: SegmentCheck, found: Recovered) -> None:
         """Finds what begins as a record where the scan found none that is whole."""
         taken = dict(zip(found.pages.block.tolist(), found.pages.num_blocks.tolist(), strict=True))
-        for block in self._places(taken, packed=found.packed):
+        for block in self._places(taken):
             fault = self._fault_at(fd, block)
             if fault is not None:
                 check.faults.append(fault or Fault(block, Soundness.CORRUPT, "not_whole"))
@@ -181,16 +181,17 @@ class _Checker:
 
     def _check_locked(self, fd: int, check: SegmentCheck) -> None:
         """Says of each record of a segment whose table cannot be opened why that is so."""
-        heading = self._segment.heading
-        for block in self._places({}, packed=heading is None or heading.packed):
+        for block in self._places({}):
             fault = self._fault_at(fd, block)
             if fault is not None:
                 locked = Fault(block, Soundness.UNAUTHENTIC, SegmentState.LOCKED.value)
                 check.faults.append(fault or locked)
 
-    def _places(self, taken: dict[int, int], *, packed: bool) -> Iterator[int]:
+    def _places(self, taken: dict[int, int]) -> Iterator[int]:
         """Blocks at which a record may begin and none of those that are known lies."""
-        step = 1 if packed else self._segment.slot_bytes // BLOCK_BYTES
+        heading = self._segment.heading
+        is_packed = heading is None or heading.packed
+        step = 1 if is_packed else self._segment.slot_bytes // BLOCK_BYTES
         block, end = 1, self._segment.num_bytes // BLOCK_BYTES
         while block < end:
             if block in taken:

@@ -195,9 +195,9 @@ def _read_or_scan(
     source = header or trailer
     table = SegmentTable(slot_bytes // BLOCK_BYTES, packed=source is None or source.packed)
     stop_at_hole = never_sealed and not past_holes
-    _scan(io, path, namespace, table, seals, stop_at_hole=stop_at_hole)
+    begun = _scan(io, path, namespace, table, seals, stop_at_hole=stop_at_hole)
     if not len(table):
-        if is_protected and _begins_with_record(io, path):
+        if is_protected and begun:
             return _nothing(SegmentState.LOCKED, file_bytes), None
         ours = header is not None or trailer is not None
         return _nothing(SegmentState.EMPTY if ours else SegmentState.FOREIGN, file_bytes), None
@@ -237,13 +237,16 @@ def _scan(
     seals: RecordSeals,
     *,
     stop_at_hole: bool,
-) -> None:
+) -> bool:
     """Reads and verifies the records in order and enters them into an empty table.
+
+    Returns:
+        Whether something that was read begins as a record and is none, as one of another key.
 
     Raises:
         OSError: the disk failed.
     """
-    slot_blocks = table.slot_blocks
+    slot_blocks, begun = table.slot_blocks, False
     buffer = aligned_array(
         max(2, _SCAN_BYTES // (slot_blocks * BLOCK_BYTES)) * slot_blocks * BLOCK_BYTES
     )
@@ -258,25 +261,27 @@ def _scan(
             while table.end_block <= stop and len(table) < MAX_SLOTS:
                 at = (table.end_block - first) * BLOCK_BYTES
                 rest = buffer[at : num_blocks * BLOCK_BYTES][: slot_blocks * BLOCK_BYTES]
-                if not _add_if_record(table, rest, namespace, seals) and stop_at_hole:
-                    return
+                if _add_if_record(table, rest, namespace, seals):
+                    continue
+                begun |= _begins_as_record(rest)
+                if stop_at_hole:
+                    return begun
             if is_end or len(table) >= MAX_SLOTS:
-                return
+                return begun
     finally:
         io.close(fd)
         table.strip_holes()
 
 
-def _begins_with_record(io: FileIO, path: Path) -> bool:
-    """Whether there is what may be a record, so that a segment is not empty."""
-    return read_small(io, path, BLOCK_BYTES, len(MAGIC)) == MAGIC
+def _begins_as_record(block: ByteArray) -> bool:
+    return bytes(block[: len(MAGIC)]) == MAGIC
 
 
 def _add_if_record(
     table: SegmentTable, slot: ByteArray, namespace: bytes, seals: RecordSeals
 ) -> bool:
     """Enters what lies at the start of `slot`: a record, or a hole where there is none."""
-    if bytes(slot[: len(MAGIC)]) == MAGIC:  # most blocks behind damage are no record's first
+    if _begins_as_record(slot):  # most blocks behind damage are no record's first
         found = seals.open_any(slot, namespace)
         if found is not None:
             meta, payload_bytes = found
