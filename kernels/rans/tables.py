@@ -70,6 +70,11 @@ class Tables:
         return int(self.freqs.shape[0])
 
 
+def lookup_bytes(num_tables: int) -> int:
+    """Bytes of what the coders look up in so many tables, which is much more than these take."""
+    return num_tables * (4 * PROB_SUM + 8 * ALPHABET)
+
+
 def cumulative(freqs: U16) -> U32:
     """Sum of the frequencies before each symbol, uint32 `[K, 256]`."""
     sums = np.cumsum(freqs, 1, dtype=np.uint32) - freqs

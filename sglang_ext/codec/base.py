@@ -121,9 +121,11 @@ def check_out(out: PlaneArray, dtype: KVDtype) -> ChunkShape:
     """As `check_planes`, for an array that decode is to fill.
 
     Raises:
-        CodecError: as `check_planes`, or it is read-only.
+        CodecError: as `check_planes`, or it is read-only, or its values lie across words.
     """
     shape = check_planes(out, dtype)
+    if not out.flags.aligned:  # kernels would fill a copy
+        raise CodecError("decode needs an array of aligned values, got one between words")
     if not out.flags.writeable:
         raise CodecError("decode needs an array it may write to, got a read-only one")
     return shape
@@ -209,6 +211,11 @@ class Codec(ABC):
     def learned_kind(cls) -> LearnedKind | None:
         """What the codec has to learn about a model; None when it needs nothing."""
         return None
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes that it makes of what it learned, at the latest with its first chunk."""
+        return 0
 
     @abstractmethod
     def encode(

@@ -29,6 +29,8 @@ MAX_DIGEST_BYTES = 64
 MAX_KNOWN, MAX_KNOWN_BYTES = 32, 1 << 30
 MAX_FILES, MAX_FILE_BYTES = 64, 4 << 30
 _MAX_POINTER_BYTES = 4 * MAX_DIGEST_BYTES
+# The codecs of several tiers share a folder, and may learn the same at the same time.
+_writing = threading.Lock()
 
 
 class LearnedFolder:
@@ -120,14 +122,15 @@ class LearnedFolder:
         if not tighten(self._folder):  # somebody else's, or a link: of no use to keep files in
             return learned
         path = self._folder / f"{digest.hex()}{kind.suffix}"
-        if not path.exists():
-            _publish(path, learned.save)
-        if owner:
-            text = digest.hex()
-            if self._keys:
-                text += f" {_proof(self._keys[0], codec_id, owner, digest)}"
-            _publish(self._pointer(codec_id, owner), lambda temp: _write_text(temp, text))
-        self._trim(kind, keep=path)
+        with _writing:
+            if not path.exists():
+                _publish(path, learned.save)
+            if owner:
+                text = digest.hex()
+                if self._keys:
+                    text += f" {_proof(self._keys[0], codec_id, owner, digest)}"
+                _publish(self._pointer(codec_id, owner), lambda temp: _write_text(temp, text))
+            self._trim(kind, keep=path)
         return learned
 
     def _trim(self, kind: LearnedKind, keep: Path) -> None:

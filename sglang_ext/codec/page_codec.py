@@ -181,7 +181,7 @@ class PageCodec(PageTranscoder):
         self._samples: list[PlaneArray] = []  # guarded by _lock
         self._num_samples = 0  # tokens; guarded by _lock
         self._closed = False  # guarded by _lock
-        self._encoder: tuple[Codec, bytes] | None = None  # set once
+        self._encoder: tuple[Codec, bytes] | None = None  # replaced as a whole
         self._learner: threading.Thread | None = None  # guarded by _lock
         if self.encodes:
             self._prepare(learned)
@@ -309,7 +309,8 @@ class PageCodec(PageTranscoder):
         except CodecError as error:
             logger.warning("hier-kv: pages of codec %r cannot be decoded: %s", codec_id, error)
         with self._lock:
-            self._codecs.put(key, codec, learned.nbytes if learned is not None else 0)
+            num_bytes = 0 if learned is None else learned.nbytes
+            self._codecs.put(key, codec, num_bytes + (0 if codec is None else codec.table_bytes))
         return codec
 
     def _sample(self, planes: PlaneArray) -> None:
@@ -317,7 +318,7 @@ class PageCodec(PageTranscoder):
         per_token = planes.shape[0] * planes.shape[2] * planes.itemsize
         wanted = min(_SAMPLE_TOKENS, max(planes.shape[1], _SAMPLE_BYTES // per_token))
         with self._lock:
-            if self._learner is not None or self._closed:
+            if self._learner is not None or self._closed or self._encoder is not None:
                 return
             self._samples.append(planes.copy())
             self._num_samples += planes.shape[1]
@@ -354,7 +355,9 @@ class PageCodec(PageTranscoder):
         shape = self._shape
         codec = create_codec(self._codec_id, dtype=shape.dtype, profile=learned)
         self._try_out(codec)
-        self._encoder = (codec, kind.digest(learned))
+        with self._lock:
+            self._encoder = (codec, kind.digest(learned))
+            self._samples.clear()  # it may have come before there were enough of them
 
     def _try_out(self, codec: Codec) -> None:
         """Proves that level and profile are of this model, and compiles what is not compiled."""

@@ -59,8 +59,10 @@ class FoundPage:
         return (self.meta.codec, self.meta.level, self.stages.first_level, len(self.sizes))
 
     def level(self, step: int) -> int:
-        """The codec's level at one of `sizes`."""
-        return self.meta.level if self.stages is None else self.stages.first_level + step
+        """The codec's level at one of `sizes`; whatever its stages say, none finer than its own."""
+        if self.stages is None:
+            return self.meta.level
+        return min(self.meta.level, self.stages.first_level + step)
 
 
 class _Recent:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,8 @@ from sglang_ext.codec.registry import codec_class, kind_of
 from sglang_ext.device.layout import HEADER_BYTES, U8
 from sglang_ext.tiers.records.record import RecordMeta, parse_header
 from sglang_ext.tiers.store.remote.coded_remote import Levels, RemoteCodec
+
+logger = logging.getLogger(__name__)
 
 
 class RemotePageCodec(PageCodec, RemoteCodec):
@@ -95,11 +98,19 @@ class RemotePageCodec(PageCodec, RemoteCodec):
             self._known.remember(meta.codec, learned)
             with self._lock:
                 self._codecs.drop((meta.codec, meta.profile))
-            if self.adopts and meta.codec == self._codec_id and self._encoder is None:
-                self._use(learned)
+            is_known = self.knows(meta)
         except (CodecError, MemoryError):
             return False
-        return self.knows(meta)
+        if self.adopts and meta.codec == self._codec_id and self._encoder is None:
+            self._adopt(learned)
+        return is_known
+
+    def _adopt(self, learned: Any) -> None:
+        """Codes with what another server learned, where that has the level that is asked for."""
+        try:
+            self._use(learned)
+        except (CodecError, MemoryError) as error:
+            logger.info("hier-kv: another server's profile decodes only (%s)", error)
 
     def max_profile_bytes(self, codec_id: str) -> int:
         """See `RemoteCodec.max_profile_bytes`."""

@@ -80,10 +80,15 @@ class LocalPages(PageRules):
     def sound_tails(self, tails: PageTails) -> npt.NDArray[np.bool_]:
         """Which tails are valid: a known way of storing K, and a position within the rotary tables.
 
+        Values are listed for position-free K alone. A load parts pages by how they store K, and
+        takes what is listed for those that it embeds.
+
         Returns:
             Bool `[n]`.
         """
         allowed = np.isin(tails.rope_state, self.states)
+        lists = np.bincount(tails.page, minlength=len(tails.rope_state)) > 0
+        allowed &= (tails.rope_state == ROPE_PRE) | ~lists
         return allowed & (tails.position >= 0) & (tails.position <= self.max_position)
 
     def admits_header(self, meta: RecordMeta, payload_bytes: int) -> bool:

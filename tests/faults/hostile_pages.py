@@ -130,6 +130,11 @@ class Device:
         Returns:
             The rows that were written; None when a page was dropped.
         """
+        rows = self.rows(page_slots, position)
+        return None if rows is None else b"".join(rows)
+
+    def rows(self, page_slots: list[int], position: int) -> list[bytes] | None:
+        """As `load`; the rows that were written for each page."""
         where = np.array(page_slots, np.int64)
         if len(self.copier.unusable(where, position)):
             return None
@@ -138,7 +143,8 @@ class Device:
         for layer in range(LAYERS):
             self.copier.load_layer(job, layer)
         tensors = [t[: len(rows)].view(torch.int16).numpy() for t in (*self.k, *self.v)]
-        return b"".join(tensor.tobytes() for tensor in tensors)
+        pages = [[t[at * PAGE :][:PAGE].tobytes() for t in tensors] for at in range(len(where))]
+        return [b"".join(page_of_tensors) for page_of_tensors in pages]
 
 
 def clear_device(device: Device) -> None:

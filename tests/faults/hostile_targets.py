@@ -7,6 +7,7 @@ import contextlib
 import shutil
 import struct
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -197,7 +198,36 @@ class Target(abc.ABC):
     def shown(self, number: int) -> bytes | None:
         """What a request sees of a page in the slot that it asked for."""
         loaded = self.device.load([_SLOT], number * PAGE)
-        return None if loaded is None else self.device.slots[_SLOT].tobytes() + loaded
+        if loaded is None:
+            return None
+        if 0 < number <= _NUM_PAGES:
+            self._check_neighbours(number)
+        slot: bytes = self.device.slots[_SLOT].tobytes()
+        return slot + loaded
+
+    def _check_neighbours(self, number: int) -> None:
+        """Honest pages are what they are, whatever page of the same prompt is between them.
+
+        Raises:
+            AssertionError: one of them is not.
+        """
+        pages = [_SLOT - 1, _SLOT, _SLOT + 1]
+        beside = [pages[0], pages[2]]
+        tenants = self.device.slots[beside].copy()
+        self.device.slots[beside] = honest_page(number - 1), honest_page(number + 1)
+        alone = [self.device.rows([slot], (number + slot - _SLOT) * PAGE) for slot in pages]
+        assert None not in alone, f"{self.name}: an honest page is not loaded"
+        together = self.device.rows(pages, (number - 1) * PAGE)
+        assert together == [rows for one in alone for rows in one or []], (
+            f"{self.name}: it changes another page of its prompt"
+        )
+        self.device.slots[beside] = tenants
+
+
+@cache
+def honest_page(number: int) -> U8:
+    """As `page`, made once."""
+    return page(number)
 
 
 def honest_pages() -> list[U8]:

@@ -94,6 +94,11 @@ class CachegenPaperCodec(CachegenCodec):
         self._digest = profile.digest
         self._cdfs = [profile.cdfs(level) for level in range(self.num_levels)]
 
+    @property
+    def table_bytes(self) -> int:
+        """See `Codec.table_bytes`."""
+        return sum(cdfs.nbytes for cdfs in self._cdfs)
+
     def tables_id(self) -> int:
         """The digest of the tables."""
         return self._digest

@@ -31,7 +31,7 @@ from sglang_ext.codec.profile_file import max_file_bytes
 from sglang_ext.codec.zstd import decompress_exactly
 from sglang_ext.kernels import kvquant
 from sglang_ext.kernels.rans import api as rans
-from sglang_ext.kernels.rans.tables import LANES, Tables
+from sglang_ext.kernels.rans.tables import LANES, Tables, lookup_bytes
 
 # Section kinds; stored on disk, never renumber.
 _RAW_ROWS, _BASE, _REFINEMENT = 1, 2, 3
@@ -98,6 +98,13 @@ class HierCodec(Codec):
         self.engine: Any = engine
         self.rounding = rounding
         self.num_levels = profile.num_levels
+
+    @property
+    def table_bytes(self) -> int:
+        """See :meth:`Codec.table_bytes`: the coder's look-ups, and packed matrices."""
+        profile = self.profile
+        packed = (profile.forward.nbytes + profile.inverse.nbytes) // 2
+        return lookup_bytes(len(profile.freqs)) + packed
 
     @cached_property
     def _tables(self) -> Tables:

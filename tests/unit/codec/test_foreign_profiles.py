@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
+import threading
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ import zstandard
 
 from sglang_ext.codec import learned as learned_module
 from sglang_ext.codec.base import LearnedShape
+from sglang_ext.codec.hier.codec import HierCodec
 from sglang_ext.codec.hier.profile import Profile
 from sglang_ext.codec.learned import LearnedFolder
 from sglang_ext.codec.memo import Memo
 from sglang_ext.codec.profile_file import _HEAD, ARRAYS, INTS, num_array_bytes
 from sglang_ext.codec.registry import kind_of
 from sglang_ext.coded_remote.remote_codec import RemotePageCodec
+from sglang_ext.kernels.kvquant.packed import packed
 from sglang_ext.tiers.records.record import RecordMeta, parse_header
 from tests.faults.hostile_pages import DIM, LAYERS, SHAPE, codec_of, page, profile
 from tests.unit.codec.codec_cases import make_profile
@@ -114,6 +119,52 @@ def test_it_codes_where_the_store_proves_who_made_it() -> None:
     assert parse_header(record)[0].profile == profile().digest
 
 
+def test_a_profile_without_the_level_that_is_asked_for_decodes_only() -> None:
+    """Its pages are another server's of this deployment, and none that the store should forget."""
+    coarse = make_profile(2 * LAYERS, DIM, DIM, num_levels=1)
+    record = RemotePageCodec(SHAPE, "hier", 0, learned=coarse).encode(page(1))
+    assert record is not None
+    codec = RemotePageCodec(SHAPE, "hier", 2, adopts=True)
+    assert codec.learn(parse_header(record)[0], coarse.to_bytes())
+    assert codec.decode(record, np.zeros(SHAPE.layout.slot_bytes, np.uint8))
+    assert codec.encode(page(1)) is None, "it goes on to learn its own"
+    assert codec.learn(meta_of(profile()), profile().to_bytes())
+    assert codec.encode(page(1)) is not None
+
+
+def test_pages_to_learn_from_are_let_go_once_there_is_a_profile() -> None:
+    codec = RemotePageCodec(SHAPE, "hier", None, adopts=True)
+    assert codec.encode(page(1)) is None
+    assert len(codec._samples) == 1
+    assert codec.learn(meta_of(profile()), profile().to_bytes())
+    assert not codec._samples
+
+
+class _Slow:
+    """A profile whose file is written while another codec may write the same one."""
+
+    def __init__(self, others: threading.Barrier) -> None:
+        self.digest, self.nbytes = profile().digest, 1
+        self._others = others
+
+    def save(self, path: Path) -> None:
+        """Writes it, and then waits for another writer, if there is one."""
+        profile().save(path)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            self._others.wait(2.0)
+
+
+def test_codecs_of_two_tiers_that_learn_the_same_do_not_take_each_others_file(
+    tmp_path: Path,
+) -> None:
+    slow = _Slow(threading.Barrier(2))
+    folders = [LearnedFolder(tmp_path, MODEL) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        stored = [pool.submit(each.store, "hier", slow, "owner") for each in folders]
+        assert [each.result() for each in stored] == [slow, slow]
+    assert LearnedFolder(tmp_path, MODEL).latest("hier", "owner") is not None
+
+
 def variants(num: int) -> list[Profile]:
     """As many profiles, each of its own digest."""
     return [dataclasses.replace(profile(), source="", raw_tokens=at) for at in range(num)]
@@ -131,6 +182,20 @@ def test_foreign_profiles_and_their_decoders_are_bounded(monkeypatch: pytest.Mon
     assert len(codec._codecs) <= 8
     assert codec.encode(page(1)) is not None
     assert codec.profile(meta_of(profile())), "its own is always there to be published"
+
+
+def test_decoders_are_bounded_by_all_that_they_hold() -> None:
+    """A profile of many tables takes 36 times as much once the coder looks up in them."""
+    codec = codec_of("hier", learned=False)
+    (known,) = variants(1)
+    assert codec.learn(meta_of(known), known.to_bytes())
+    decoder = codec._codec("hier", known.digest)
+    assert isinstance(decoder, HierCodec)
+    tables, matrices = decoder._tables, packed(decoder.profile.transform)
+    held = tables.decode_lut.nbytes + tables.encode_lut.nbytes
+    held += matrices.forward.panels.nbytes + matrices.inverse.panels.nbytes
+    assert decoder.table_bytes == held
+    assert codec._codecs.num_bytes == known.nbytes + held
 
 
 def test_a_folder_of_profiles_is_bounded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -264,6 +264,14 @@ def test_chunks_of_another_model_are_refused() -> None:
             codec.decode(codec.encode(make_planes(4, 20, 64)), make_planes(*shape))
 
 
+def test_an_array_between_words_is_refused_and_not_left_as_it_was() -> None:
+    codec, planes = _codec(), make_planes(4, 20, 64)
+    out = np.full(planes.nbytes + 1, 5, np.uint8)[1:].view(planes.dtype).reshape(planes.shape)
+    assert not out.flags.aligned
+    with pytest.raises(CodecError, match="aligned"):
+        codec.decode(codec.encode(planes), out)
+
+
 def test_damage_behind_right_checksums_is_found_or_harmless() -> None:
     codec = _codec()
     planes = make_planes(4, 30, 64)

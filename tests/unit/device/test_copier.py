@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from sglang_ext.device.copier import CopyError, PageCopier
-from sglang_ext.device.layout import ROPE_BOUND, ROPE_DELTA, ROPE_PRE, read_tails
+from sglang_ext.device.layout import ROPE_BOUND, ROPE_DELTA, ROPE_PRE, read_tails, write_tail
 from sglang_ext.device.pools import DevicePool
 from sglang_ext.device.rope_discovery import LayerRope
 from sglang_ext.kernels import rope as kernels
@@ -130,6 +130,28 @@ def test_corrections_do_not_follow_a_page_that_moves() -> None:
     assert job.corrections == [None] * LAYERS
     job = rig.copier.prepare_load(np.array([0, 1, 2]), OTHER, 64)
     assert any(job.corrections)
+
+
+def test_a_bound_page_lists_nothing() -> None:
+    """What it listed would be written to the position-free page behind it, which is another's."""
+    rig = Rig()
+    rig.fill(ROWS, 64)
+    rig.copier.save(ROWS, 64, np.array([0, 1, 2]))
+    layout, where = rig.layout, np.array([0, 1, 2])
+    write_tail(rig.slots[1], layout, rope_state=ROPE_BOUND, position=64 + PAGE)
+    assert not len(rig.copier.unusable(where, 64))
+    before = rig.read(ROWS)
+    rig.load([0, 1, 2], OTHER, 64)
+    last = slice(2 * PAGE, None)
+    assert same([t[last] for t in rig.read(OTHER)], [t[last] for t in before])
+    write_tail(
+        rig.slots[1], layout, rope_state=ROPE_BOUND, position=64 + PAGE,
+        counts=[1, 0, 0], entries=np.array([[3, 0x4242]], np.uint32),
+    )  # fmt: skip
+    assert rig.copier.unusable(where, 64).tolist() == [1]
+    assert rig.copier.damaged(where).tolist() == [1]
+    with pytest.raises(CopyError, match="bound K saved at 72 is none of this model's"):
+        rig.copier.prepare_load(where, OTHER, 64)
 
 
 def test_a_bound_page_cannot_move() -> None:

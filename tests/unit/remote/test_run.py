@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from sglang_ext.coded_remote.lookup import FoundPage
@@ -68,3 +70,12 @@ def test_what_comes_after_a_page_is_done_with_is_ignored() -> None:
     run.forget([where])
     run.add(where, START_BYTES, value[START_BYTES:])
     assert (run.held_bytes, run.take(where, 3)) == (0, None)
+
+
+def test_stages_name_no_level_that_their_page_has_not() -> None:
+    """Whoever writes to a store may say that they begin at any; levels name counters and costs."""
+    where, _, _ = found(0)
+    assert where.stages is not None
+    assert [where.level(step) for step in range(4)] == [0, 1, 2, 3]
+    forged = replace(where, stages=replace(where.stages, first_level=200))
+    assert {forged.level(step) for step in range(4)} == {where.meta.level}
