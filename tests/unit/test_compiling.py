@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -49,12 +50,19 @@ def use(folder: Path, before: str = "", **environment: str) -> str:
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A module that was compiled and kept, to be copied."""
+    made = tmp_path_factory.mktemp("compiled")
+    (made / "theirs.py").write_text(MODULE)
+    assert use(made) == COMPILED
+    return made
+
+
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path: Path, compiled: Path) -> Path:
     """Where a module lies that was compiled and kept."""
-    (tmp_path / "theirs.py").write_text(MODULE)
-    assert use(tmp_path) == COMPILED
-    return tmp_path
+    return Path(shutil.copytree(compiled, tmp_path, dirs_exist_ok=True))  # with its files' times
 
 
 def test_what_was_compiled_is_kept(folder: Path) -> None:
