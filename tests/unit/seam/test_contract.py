@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import gc
 import json
 import logging
 import re
@@ -34,14 +33,6 @@ from testkit.sglang_copy import TWENTY, SglangCopy
 
 ROOT = Path(__file__).resolve().parents[3]
 UNTESTED = "0.6.0"
-
-
-@pytest.fixture(autouse=True)
-def _is_not_searched_for_garbage() -> Iterator[None]:
-    """Parsed files have no circles, and looking for some took three fifths of the time."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def named(name: str) -> Symbol:
