@@ -3,7 +3,7 @@
 What is fetched follows the link, and what is too slow to fetch is computed: no request fails.
 `python -m bench stream` has the times.
 
-Of the long form: `tests/unit/remote/test_streams.py` has a real link without a server.
+Of the long form: `tests/tiers/remote/test_streams.py` has a real link without a server.
 """
 
 from __future__ import annotations
