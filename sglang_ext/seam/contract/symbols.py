@@ -327,7 +327,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (_STATES, "MambaComponent"): "mamba_checkpoint_grid",
         (_POOLS, "HybridLinearKVPool"): "full_kv_pool full_attention_layer_id_mapping",
         (_POOLS, "HybridReqToTokenPool"): "mamba_pool mamba_map mamba_ckpt_pool",
-        (_POOLS, "MambaPool"): "mamba_cache replayssm_write_pos _slot_siblings",
+        (_POOLS, "MambaPool"): (
+            "mamba_cache replayssm_write_pos enable_linear_replayssm_spec _slot_siblings"
+        ),
         (_POOLS, "KVCache"): "layer_num start_layer register_layer_transfer_counter",
         ("srt.mem_cache.base_prefix_cache", "EvictParams"): "mamba_num",
         ("srt.mem_cache.swa_memory_pool", "SWAKVPool"): (
