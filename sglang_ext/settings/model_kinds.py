@@ -133,7 +133,8 @@ MODEL_KINDS = {
         "Qwen3-Next); run on a CPU with a small model of each, those of "
         "Granite 4 and Nemotron-H without experts, by two ranks Qwen3-Next, Qwen3.5 and "
         "Nemotron-H, all three with a remote store; "
-        'prompts with images of Qwen3.5 ("Images" below); Granite 4 and Falcon-H1 without '
+        'prompts with images of Qwen3.5 ("Images" below); Qwen3-Next with its draft layer; '
+        "Granite 4 and Falcon-H1 without "
         "`--cuda-graph-backend-prefill breakable`, SGLang's default on a GPU",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/models/test_state_store_ranks.py; "
