@@ -291,9 +291,9 @@ SERVED_MODES = (
         "a draft model with KV of its own (EAGLE, NEXTN, EAGLE3, STANDALONE; chains only)",
         "exact, at the saved position, the draft's KV with the target's; by one rank or several "
         "tensor parallel ones, for models with K and V of every head, and the draft layer (MTP) "
-        "of models of latent rows, with an index or without, and of Qwen3-Next; without codec, "
-        "truncation, adapters or sessions; EAGLE3 run with random weights only, none of them on a "
-        "GPU",
+        "of models of latent rows, with an index or without, and, by one rank, of Qwen3-Next; "
+        "without codec, truncation, adapters or sessions; EAGLE3 run with random weights only, "
+        "none of them on a GPU",
         "tests/e2e/models/test_speculation.py; tests/e2e/models/test_latent_drafts.py; "
         "tests/e2e/models/test_state_drafts.py; tests/property/drafts/test_verified_states.py",
     ),

@@ -123,6 +123,7 @@ def _outside_states(read: Callable[[str], Any], architecture: str) -> Iterator[t
         f"of hybrids with states {hybrid}",
         "" if architecture in DRAFTED_HYBRIDS else architecture,
     )
+    yield "--tp-size 1", read("tp_size") or 1
     # A state would lag behind the tokens that were verified, which lie in a ring.
     yield "no --enable-linear-replayssm-spec", on(read("enable_linear_replayssm_spec"))
     # Keys are of tokens, so a page's last row of the draft may have seen another token than the

@@ -4,8 +4,6 @@ A page holds the draft layer's K and V behind those of the model's full layers, 
 beside them are those behind tokens that were verified. What is restored is compared with a device
 hit bit for bit, as is how many guesses are right, and with what transformers computes for the same
 tokens; without the draft layer's rows fewer guesses are right.
-
-By default one rank runs; the long form has two.
 """
 
 from __future__ import annotations
@@ -20,10 +18,8 @@ from sglang_ext.device.layout import HEADER_BYTES
 from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.nextn import NEXTN
 from testkit.drafts.state_nextn import DRAFT_BYTES, KIND, PAGE_BYTES, write_state_nextn_model
-from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
-from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import GIB, by_tier, ranks_of, real_prompts, settled, state
+from tests.e2e.hier_server import GIB, by_tier, real_prompts, settled
 from tests.e2e.models.hybrid_answers import Computed, answers, drop_device
 from tests.e2e.models.test_speculation import (
     assert_same,
@@ -53,16 +49,16 @@ BASE += ["--hier-kv-disk-size", "0.5", "--hier-kv-disk-segment-size", "0.01"]
 BASE += ["--hier-kv-write-policy", "write_through"]
 
 
-def server_of(folder: Path, *args: str, env: dict[str, str] | None = None) -> Server:
+def server_of(folder: Path) -> Server:
     host_gib = 300.5 * (PAGE_BYTES + HEADER_BYTES) / GIB
     tiers = ["--hier-kv-host-size", f"{host_gib:.9f}", "--hier-kv-disk-dir", str(folder / "disk")]
     return Server(
-        [*BASE, *tiers, *args],
+        [*BASE, *tiers],
         model=folder / "model",
         log_path=folder / "server.log",
         stop="kill",
         start_timeout_s=600,
-        env={"SGLANG_MAMBA_CONV_DTYPE": "float32", **(env or {})},
+        env={"SGLANG_MAMBA_CONV_DTYPE": "float32"},
     )
 
 
@@ -147,33 +143,3 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(tmp_path: Path) ->
     check_tier(without, "disk", PLACES[1])
     assert [answer["output_ids"] for answer in without] == [hit["output_ids"] for hit in more_hits]
     assert share(without) < share(more_hits) - 0.1
-
-
-@pytest.mark.long
-def test_two_ranks_restore_the_same_states_and_drafts(tmp_path: Path) -> None:
-    """Stores are late; SGLang's consensus checker ends a server whose ranks decide differently."""
-    write_state_nextn_model(tmp_path / "model")
-    env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
-    with server_of(tmp_path, "--tp-size", "2", env=env) as server:
-        second, _, more_hits = device_hits(server)
-        drop_device(server)
-        found = answers(server, second, ANSWER)
-        check_tier(found, "host", PLACES[1])
-        check_same(found, more_hits)
-        settled(server)
-        first, other = (rank["host"] for rank in ranks_of(state(server)))
-        assert first["saved_states"] == other["saved_states"] > 0
-        log = server.log()
-    assert log.count("Rank consensus checker is enabled") == 2
-    assert "Found rank divergence" not in log
-    check_restart(tmp_path, env, second, more_hits)
-
-
-def check_restart(
-    folder: Path, env: dict[str, str], second: list[list[int]], hits: Sequence[dict[str, Any]]
-) -> None:
-    """The same from disk, after a kill."""
-    with server_of(folder, "--tp-size", "2", env=env) as server:
-        found = answers(server, second, ANSWER)
-        check_tier(found, "disk", PLACES[1])
-        check_same(found, hits)

@@ -124,6 +124,7 @@ REFUSED = [
         "--speculative-num-draft-tokens of at most 32 with",
         "33",
     ),
+    ("EAGLE", {**STATES, "tp_size": 2}, "--tp-size 1 with", "2"),
     ("EAGLE", {**STATES, "kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto with", "fp8_e4m3"),
     ("EAGLE", {**STATES, "attn_dp_size": 2, "tp_size": 2}, "no data parallel attention", "it"),
     ("EAGLE", {**STATES, "config": {"codec": "lossless"}}, "--hier-kv-codec none", "lossless"),
