@@ -118,11 +118,11 @@ def _outside_kinds(algorithm: str, kind: str) -> Iterator[tuple[str, str]]:
 
 def _outside_states(read: Callable[[str], Any], architecture: str) -> Iterator[tuple[str, Any]]:
     """What was not tried of a model with a state a sequence and its draft layer."""
-    hybrid = ", ".join(DRAFTED_HYBRIDS)
-    yield (
-        f"of hybrids with states {hybrid}",
-        "" if architecture in DRAFTED_HYBRIDS else architecture,
-    )
+    mode = read("disaggregation_mode")
+    yield "no --disaggregation-mode", "" if mode in (None, "null") else mode
+    is_tried = architecture in DRAFTED_HYBRIDS
+    expected = f"of hybrids with states {', '.join(DRAFTED_HYBRIDS)}"
+    yield expected, "" if is_tried else architecture or "another"
     yield "--tp-size 1", read("tp_size") or 1
     # A state would lag behind the tokens that were verified, which lie in a ring.
     yield "no --enable-linear-replayssm-spec", on(read("enable_linear_replayssm_spec"))
@@ -141,8 +141,6 @@ def _outside_states(read: Callable[[str], Any], architecture: str) -> Iterator[t
     )
     dtype = str(read("kv_cache_dtype") or "auto")
     yield "--kv-cache-dtype auto", dtype if dtype.startswith("fp8") else ""
-    mode = read("disaggregation_mode")
-    yield "no --disaggregation-mode", "" if mode in (None, "null") else mode
 
 
 _BRANCHES = {False: "", True: " (--speculative-ngram-max-bfs-breadth 1)"}

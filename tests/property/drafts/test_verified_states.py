@@ -162,7 +162,7 @@ class Answer:
         assert num_named <= num_tokens
         if num_named:
             assert int(self._states.temporal[0, KEPT[slot]]) == self._known[num_named]
-        return num_named
+        return int(num_named)
 
     @property
     def _num_known(self) -> int:

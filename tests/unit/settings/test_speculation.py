@@ -48,7 +48,7 @@ def test_draft_layers_of_models_with_latent_rows_are_served(kind: str) -> None:
     check("EAGLE", kind, tp_size=4, attn_dp_size=2)
 
 
-STATES = {"kind": "state", "architecture": "Qwen3NextForCausalLM"}
+STATES: dict[str, Any] = {"kind": "state", "architecture": "Qwen3NextForCausalLM"}
 
 
 def test_the_draft_layer_of_a_model_with_states_is_served() -> None:
@@ -102,6 +102,7 @@ REFUSED = [
         "of hybrids with states Qwen3NextForCausalLM with",
         "NemotronHForCausalLM",
     ),
+    ("EAGLE", {"kind": "state"}, "of hybrids with states Qwen3NextForCausalLM with", "another"),
     ("EAGLE", {"kind": "state beside latent rows"}, "K and V of every head or latent rows", "a"),
     ("NGRAM", STATES, "full attention in every layer with", "a model with other layers"),
     ("EAGLE3", STATES, "K and V of every head (with states EAGLE) with", "a model of states"),
