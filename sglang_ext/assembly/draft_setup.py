@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from sglang_ext.device.load_counter import LoadCounter
-from sglang_ext.device.pools import DevicePool, describe_pool, with_layers_of
+from sglang_ext.device.pools import DevicePool, describe_pools, with_layers_of
 
 
 def with_drafts(pool: DevicePool, draft_runners: Sequence[Any]) -> DevicePool:
@@ -18,7 +18,8 @@ def with_drafts(pool: DevicePool, draft_runners: Sequence[Any]) -> DevicePool:
         HierKVConfigError: a draft model's pool is none whose rows a page can hold.
     """
     for runner in draft_runners:
-        pool = with_layers_of(pool, describe_pool(runner.token_to_kv_pool))
+        # Beside a model with states SGLang's pool is a hybrid's that has full layers alone.
+        pool = with_layers_of(pool, describe_pools(runner.token_to_kv_pool).full)
     return pool
 
 

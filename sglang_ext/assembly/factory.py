@@ -156,6 +156,7 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     if ctx.is_hybrid_swa:
         read = read_layers(runner.model_config.hf_text_config, runner.model)
     pools = describe_pools(kv_pool, read)
+    num_own = pools.full.num_layers
     if drafts:
         pools = replace(pools, full=with_drafts(pools.full, drafts))
     pool = pools.full
@@ -207,7 +208,7 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
         check_room(snapshots, store.arena.num_slots)
     linker = _linker(
         ctx, config, pools, layout, [ropes, *window_ropes], cache, store, feeds, snapshots,
-        accepts_all=group is not None,
+        num_drafts=pool.num_layers - num_own, accepts_all=group is not None,
     )  # fmt: skip
     timer = ForwardTimer(
         cost,
@@ -251,7 +252,9 @@ def _check_built(ctx: Any, cache: Any) -> None:
     )
     runner = ctx.tp_worker.model_runner
     check_layers(runner, runner.model)
-    check_keys(algorithm_of(runner), are_pairs=cache.tree_core.is_eagle)
+    check_keys(
+        algorithm_of(runner), are_pairs=cache.tree_core.is_eagle, has_states=ctx.is_hybrid_ssm
+    )
 
 
 def _linker(
@@ -265,11 +268,13 @@ def _linker(
     feeds: CostFeeds,
     snapshots: Snapshots | None,
     *,
+    num_drafts: int,
     accepts_all: bool,
 ) -> HierKVLinker:
     """What copies pages between the pools and DRAM, with its threads; `ropes` a part each."""
     pool, runner = pools.full, ctx.tp_worker.model_runner
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    states = () if snapshots is None else awaited_layers(snapshots, kv_pool, num_drafts)
     is_pinned = _pin(store, pool)
     copier = PageCopier(
         pool,
@@ -283,7 +288,7 @@ def _linker(
     return HierKVLinker(
         store,
         copier,
-        num_layers=_num_layers(kv_pool, pools, draft_runners(runner), snapshots),
+        num_layers=_num_layers(kv_pool, pools, states, has_drafts=num_drafts > 0),
         page_size=ctx.params.page_size,
         kv_pool=kv_pool,
         port=open_port(pool.device, pinned=is_pinned),
@@ -292,7 +297,7 @@ def _linker(
         accepts_all=accepts_all,
         on_load=feeds.on_load,
         snapshots=snapshots,
-        state_layers=() if snapshots is None else awaited_layers(snapshots, kv_pool),
+        state_layers=states,
     )
 
 
@@ -350,14 +355,14 @@ def _tell_sizes(
 
 
 def _num_layers(
-    kv_pool: Any, pools: HybridPools, drafts: Sequence[Any], snapshots: Snapshots | None
+    kv_pool: Any, pools: HybridPools, states: Sequence[tuple[int, ...]], *, has_drafts: bool
 ) -> int:
     """Layers that a load tells the forward of."""
-    if snapshots is not None:
-        return 1 + max(map(max, awaited_layers(snapshots, kv_pool)))
+    if states:
+        return 1 + max(map(max, states))
     if pools.groups is not None:
         return 1 + max(*pools.groups.full, *pools.groups.window)
-    return pools.full.num_layers if drafts else int(kv_pool.layer_num)
+    return pools.full.num_layers if has_drafts else int(kv_pool.layer_num)
 
 
 def _metrics(
@@ -666,8 +671,8 @@ def _fixed_facts(
         parts = pools.window_parts()
         fixed["blocks"] = [[list(block.shape[1:]) for block in part.k] for part in parts]
     if drafts:
-        algorithm = algorithm_of(runner)
-        fixed["drafts"] = draft_facts(algorithm, drafts, keys_are_pairs=ctx.params.is_eagle)
+        are_pairs = ctx.params.is_eagle and snapshots is None
+        fixed["drafts"] = draft_facts(algorithm_of(runner), drafts, keys_are_pairs=are_pairs)
     index = index_facts(live_models(runner.model, drafts), kv_pool, pool)
     if index is not None:
         fixed["index"] = index

@@ -31,7 +31,7 @@ def snapshots_of(ctx: Any, layout: PageLayout) -> Snapshots | None:
             type(pool).__name__ if type(pool).__name__ != "MambaPool" else "",
         ),
         ("states as they are computed", "ones in int8" if requests.mamba_ckpt_pool else ""),
-        ("no replayed states", "a ring of them" if pool.replayssm_write_pos is not None else ""),
+        ("no replayed states", "a ring of them" if _has_ring(pool) else ""),
         (
             "no more than convolution and recurrent states",
             "others beside them" if pool._slot_siblings else "",
@@ -46,6 +46,11 @@ def snapshots_of(ctx: Any, layout: PageLayout) -> Snapshots | None:
     tensors = tuple(t for t in (*cache.conv, cache.temporal) if t.numel())
     states = StatePool(tensors, tuple(requests.mamba_map))
     return Snapshots(states, layout, ctx.params.pp_size)
+
+
+def _has_ring(pool: Any) -> bool:
+    """Whether a sequence's state lags behind its tokens, which lie in a ring."""
+    return pool.replayssm_write_pos is not None or pool.enable_linear_replayssm_spec
 
 
 def check_room(snapshots: Snapshots, num_slots: int) -> None:
@@ -80,16 +85,25 @@ def check_state_bytes(state_bytes: int, host_bytes: int) -> None:
         )
 
 
-def awaited_layers(snapshots: Snapshots, kv_pool: Any) -> list[tuple[int, ...]]:
+def awaited_layers(
+    snapshots: Snapshots, kv_pool: Any, num_drafts: int = 0
+) -> list[tuple[int, ...]]:
     """The numbers by which the forward waits for the layers of pages, and for those of states.
 
     They are counted from the first layer of this pipeline stage.
+
+    Args:
+        snapshots: of the model's states.
+        kv_pool: of its pages.
+        num_drafts: layers of draft models, which are a page's last and have the last numbers.
     """
     first = int(kv_pool.start_layer)
-    return [
+    full, states = (
         tuple(int(layer) - first for layer in layers)
         for layers in (kv_pool.full_attention_layer_id_mapping, snapshots.pool.layers)
-    ]
+    )
+    num_layers = 1 + max(*full, *states)
+    return [(*full, *range(num_layers, num_layers + num_drafts)), states]
 
 
 def follow_loads(ctx: Any, counter: Any) -> None:

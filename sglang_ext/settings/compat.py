@@ -149,7 +149,9 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     if resolved.model_kind == INDEXED:
         for expected, found in outside_index(resolved.values.get, config):
             _refuse(expected, found, f"change it, or {WITHOUT}")
-    for expected, found in outside_speculation(resolved.values.get, config, resolved.model_kind):
+    for expected, found in outside_speculation(
+        resolved.values.get, config, resolved.model_kind, resolved.architecture
+    ):
         _refuse(expected, found, WITHOUT_SPECULATION)
     for expected, found in outside_rows(*resolved.rows):
         _refuse(expected, found, OTHER_DRAFT)
@@ -241,7 +243,6 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
         ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
         of_match(read, config, kind),
         ("--hier-kv-tree-core python", config.tree_core),
-        ("no --speculative-algorithm", read("speculative_algorithm") or ""),
         ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),
         ("no --enable-streaming-session", "it" if read("enable_streaming_session") else ""),
         ("no --enable-session-radix-cache", "it" if read("enable_session_radix_cache") else ""),
@@ -422,16 +423,17 @@ def check_tree(
         _refuse("a radix tree of full attention only", f"one of {', '.join(components)}", WITHOUT)
 
 
-def check_keys(algorithm: str | None, *, are_pairs: bool) -> None:
+def check_keys(algorithm: str | None, *, are_pairs: bool, has_states: bool = False) -> None:
     """Refuses a tree whose keys are not those that the plugin names pages by.
 
     Args:
         algorithm: of speculative decoding, as SGLang resolved it.
         are_pairs: whether the tree's keys are of pairs of tokens.
+        has_states: whether layers have a state a sequence, of which SGLang keys by tokens.
     """
     expected, found = (
         "keys of token pairs" if is_pairs else "keys of tokens"
-        for is_pairs in (algorithm in KEYED_BY_PAIRS, are_pairs)
+        for is_pairs in (algorithm in KEYED_BY_PAIRS and not has_states, are_pairs)
     )
     if expected != found:
         _refuse(f"{expected} with --speculative-algorithm {algorithm}", found, WITHOUT)

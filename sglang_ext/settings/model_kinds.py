@@ -133,7 +133,8 @@ MODEL_KINDS = {
         "Qwen3-Next); run on a CPU with a small model of each, those of "
         "Granite 4 and Nemotron-H without experts, by two ranks Qwen3-Next, Qwen3.5 and "
         "Nemotron-H, all three with a remote store; "
-        'prompts with images of Qwen3.5 ("Images" below); Granite 4 and Falcon-H1 without '
+        'prompts with images of Qwen3.5 ("Images" below); Qwen3-Next with its draft layer; '
+        "Granite 4 and Falcon-H1 without "
         "`--cuda-graph-backend-prefill breakable`, SGLang's default on a GPU",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/models/test_state_store_ranks.py; "
@@ -290,9 +291,11 @@ SERVED_MODES = (
         "a draft model with KV of its own (EAGLE, NEXTN, EAGLE3, STANDALONE; chains only)",
         "exact, at the saved position, the draft's KV with the target's; by one rank or several "
         "tensor parallel ones, for models with K and V of every head, and the draft layer (MTP) "
-        "of models of latent rows, with an index or without; without codec, truncation, adapters "
-        "or sessions; EAGLE3 run with random weights only, none of them on a GPU",
-        "tests/e2e/models/test_speculation.py; tests/e2e/models/test_latent_drafts.py",
+        "of models of latent rows, with an index or without, and, by one rank, of Qwen3-Next; "
+        "without codec, truncation, adapters or sessions; EAGLE3 run with random weights only, "
+        "none of them on a GPU",
+        "tests/e2e/models/test_speculation.py; tests/e2e/models/test_latent_drafts.py; "
+        "tests/e2e/models/test_state_drafts.py; tests/property/drafts/test_verified_states.py",
     ),
     ServedMode(
         "prefill and decode servers (`--disaggregation-mode`)",

@@ -11,12 +11,17 @@ from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.indexed import KIND as INDEXED
+from sglang_ext.settings.model_kinds import STATE_KINDS
 from sglang_ext.settings.untried import adapters_and_sessions, has_attention_dp, on, outside
 
 NGRAM = "NGRAM"
 EAGLE = "EAGLE"  # SGLang's name of NEXTN, too
 # Of these the draft layer of their own checkpoint was tried, whose rows are as theirs.
 LATENT_KINDS = ("mla", INDEXED)
+# Hybrids with a state a sequence whose draft layer was tried.
+DRAFTED_HYBRIDS = ("Qwen3NextForCausalLM",)
+# Half of the least distance at which SGLang keeps states.
+_MOST_GUESSES = 32
 # Those whose draft's KV of a token depends on the next one.
 KEYED_BY_PAIRS = (EAGLE, "EAGLE3")
 OTHER_DRAFT = (
@@ -28,7 +33,7 @@ WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
 
 
 def outside_speculation(
-    read: Callable[[str], Any], config: HierKVConfig, kind: str
+    read: Callable[[str], Any], config: HierKVConfig, kind: str, architecture: str = ""
 ) -> Iterator[tuple[str, str]]:
     """What is expected and what came, of everything that was not tried with speculation.
 
@@ -36,6 +41,7 @@ def outside_speculation(
         read: an argument's value by its name, as SGLang resolved it.
         config: the plugin's settings.
         kind: of the model, a key of ``MODEL_KINDS``.
+        architecture: of the model.
     """
     algorithm = read("speculative_algorithm")
     if algorithm is None:
@@ -49,6 +55,8 @@ def outside_speculation(
     ]
     if kind not in LATENT_KINDS or algorithm != EAGLE:
         found.append(("no data parallel attention", on(has_attention_dp(read))))
+    if kind == STATE_KINDS[0] and algorithm == EAGLE:
+        found += _outside_states(read, architecture)
     if algorithm != NGRAM:
         found += [
             *_outside_kinds(algorithm, kind),
@@ -99,10 +107,40 @@ def outside_rows(target: str, draft: str) -> Iterator[tuple[str, str]]:
 
 def _outside_kinds(algorithm: str, kind: str) -> Iterator[tuple[str, str]]:
     """Models whose draft would have rows of another kind than their own, or was not tried."""
-    if kind not in ("mha", *LATENT_KINDS):
+    if kind == STATE_KINDS[0]:
+        if algorithm != EAGLE:
+            yield f"K and V of every head (with states {EAGLE})", "a model of states"
+    elif kind not in ("mha", *LATENT_KINDS):
         yield "K and V of every head or latent rows in every layer", "a model with other layers"
     elif kind in LATENT_KINDS and algorithm != EAGLE:
         yield f"K and V of every head (with latent rows {EAGLE})", "a model of latent rows"
+
+
+def _outside_states(read: Callable[[str], Any], architecture: str) -> Iterator[tuple[str, Any]]:
+    """What was not tried of a model with a state a sequence and its draft layer."""
+    mode = read("disaggregation_mode")
+    yield "no --disaggregation-mode", "" if mode in (None, "null") else mode
+    is_tried = architecture in DRAFTED_HYBRIDS
+    expected = f"of hybrids with states {', '.join(DRAFTED_HYBRIDS)}"
+    yield expected, "" if is_tried else architecture or "another"
+    yield "--tp-size 1", read("tp_size") or 1
+    # A state would lag behind the tokens that were verified, which lie in a ring.
+    yield "no --enable-linear-replayssm-spec", on(read("enable_linear_replayssm_spec"))
+    # Keys are of tokens, so a page's last row of the draft may have seen another token than the
+    # next one. With less a guess may be answered that the model itself would not have said.
+    for name in ("single", "acc"):
+        threshold = read(f"speculative_accept_threshold_{name}")
+        if threshold is not None:
+            yield f"--speculative-accept-threshold-{name} 1.0", f"{float(threshold)}"
+    # With more, two verifications in turn may each end behind a place for a state, and with overlap
+    # scheduling the second would write its own where the first one's is.
+    num_guesses = read("speculative_num_draft_tokens") or 1
+    yield (
+        f"--speculative-num-draft-tokens of at most {_MOST_GUESSES}",
+        str(num_guesses) if num_guesses > _MOST_GUESSES else "",
+    )
+    dtype = str(read("kv_cache_dtype") or "auto")
+    yield "--kv-cache-dtype auto", dtype if dtype.startswith("fp8") else ""
 
 
 _BRANCHES = {False: "", True: " (--speculative-ngram-max-bfs-breadth 1)"}

@@ -40,7 +40,7 @@ def _build_rank(server_args: Any, rank: int) -> list[str]:
     tree = _tree(ctx)
     components = [component.name for component in tree.components]
     check_tree(components, has_windows=ctx.is_hybrid_swa, has_states=ctx.is_hybrid_ssm)
-    check_keys(algorithm_of(maker), are_pairs=tree.tree_core.is_eagle)
+    check_keys(algorithm_of(maker), are_pairs=tree.tree_core.is_eagle, has_states=ctx.is_hybrid_ssm)
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     drafts = _draft_pools(server_args, maker, ctx)
     full = describe_pools(kv_pool).full

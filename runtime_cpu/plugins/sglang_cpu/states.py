@@ -44,7 +44,11 @@ def bind_kernels(model: torch.nn.Module) -> None:
             setattr(mixer, bound, getattr(convolution, f"{name}_cpu"))
     for name in ("mamba_chunk_scan_combined", "selective_state_update"):
         setattr(mixer, name, getattr(state_space, name))
-    for name in ("track_mamba_states_if_needed", "track_mamba_states_all_layers"):
+    for name in (
+        "track_mamba_states_if_needed",
+        "track_mamba_states_all_layers",
+        "scatter_mamba_states_after_mtp_verify",
+    ):
         setattr(backend, name, getattr(kept_states, name))
     for norms in (fused_norm_gate, layernorm_gated):  # else in Triton, unless a CPU has AMX
         setattr(norms, "_use_cpu", True)  # noqa: B010

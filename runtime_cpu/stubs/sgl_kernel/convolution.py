@@ -61,25 +61,41 @@ def causal_conv1d_update_cpu(
     bias: torch.Tensor | None = None,
     activation: str | None = None,
     conv_state_indices: torch.Tensor | None = None,
+    intermediate_conv_window: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    **kwargs: Any,
 ) -> torch.Tensor:
-    """The convolution of one more token of each sequence.
+    """The convolution of one more token of each sequence, or of guesses that are verified.
 
     Args:
-        x: `[N, D]`.
-        conv_state: `[S, D, W - 1]`; those of the batch are written.
+        x: `[N, D]`, or `[N, D, T]` of guesses, a chain each.
+        conv_state: `[S, D, W - 1]`; those of the batch are written, but not with guesses.
         weight: `[D, W]`.
         bias: `[D]`.
         activation: "silu", "swish" or None.
         conv_state_indices: `[N]`, slots.
+        intermediate_conv_window: `[R, T, D, W - 1]`, written with the state behind each guess.
+        intermediate_state_indices: `[N]`, rows of it.
+        **kwargs: of trees of guesses, which are not computed here; None each.
 
     Returns:
-        `[N, D]`.
+        As `x`.
     """
     assert conv_state_indices is not None
-    seen = torch.cat([conv_state[conv_state_indices].to(x.dtype), x.unsqueeze(-1)], dim=-1)
-    found = conv1d(seen, weight.unsqueeze(1), bias, groups=len(weight)).squeeze(-1)
-    conv_state[conv_state_indices] = seen[..., 1:].to(conv_state.dtype)
-    return _activated(found, activation)
+    assert all(value is None for value in kwargs.values())
+    inputs = x.unsqueeze(-1) if x.dim() == 2 else x
+    seen = torch.cat([conv_state[conv_state_indices].to(x.dtype), inputs], dim=-1)
+    found = conv1d(seen, weight.unsqueeze(1), bias, groups=len(weight))
+    if intermediate_conv_window is None:
+        assert x.dim() == 2
+        conv_state[conv_state_indices] = seen[..., 1:].to(conv_state.dtype)
+    else:
+        assert intermediate_state_indices is not None
+        rows, num_before = intermediate_state_indices.long(), weight.shape[1] - 1
+        for step in range(inputs.shape[-1]):  # the windows overlap in memory
+            window = seen[..., step + 1 : step + 1 + num_before]
+            intermediate_conv_window[:, step][rows] = window.to(intermediate_conv_window.dtype)
+    return _activated(found, activation).reshape(x.shape)
 
 
 def _activated(found: torch.Tensor, activation: str | None) -> torch.Tensor:

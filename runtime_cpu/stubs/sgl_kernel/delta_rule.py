@@ -125,34 +125,55 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     b: torch.Tensor,
     initial_state_source: torch.Tensor,
     initial_state_indices: torch.Tensor,
+    disable_state_update: bool = False,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """One more token of each sequence.
+    """One more token of each sequence, or guesses that are verified, a chain of T a sequence.
 
     Args:
         A_log: `[H]`.
         dt_bias: `[H]`.
-        q: `[1, B, Hk, K]`.
-        k: `[1, B, Hk, K]`.
-        v: `[1, B, H, V]`; H is a multiple of Hk.
-        a: `[B, H]`.
-        b: `[B, H]`.
+        q: `[1, B * T, Hk, K]`, the tokens of a sequence one after another.
+        k: `[1, B * T, Hk, K]`.
+        v: `[1, B * T, H, V]`; H is a multiple of Hk.
+        a: `[B * T, H]`.
+        b: `[B * T, H]`.
         initial_state_source: `[S, H, V, K]`; those of the batch are written.
         initial_state_indices: `[B]`, slots.
+        disable_state_update: whether they are not written; of guesses.
+        intermediate_states_buffer: `[R, T, H, V, K]`, written with the state behind each guess.
+        intermediate_state_indices: `[B]` or more, rows of it.
+        retrieve_parent_token: None, as guesses are chains.
         **kwargs: unused.
 
     Returns:
-        `[1, B, H, V]`.
+        `[1, B * T, H, V]`.
     """
+    assert retrieve_parent_token is None
     decay, writes = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
     queries, keys = _queries_and_keys(q[0], k[0], v.shape[2])
     slots = initial_state_indices.long()
-    state = initial_state_source[slots].float() * decay[0].exp()[..., None, None]
-    recalled = (state * keys.unsqueeze(-2)).sum(-1)
-    added = writes[0].unsqueeze(-1) * (v[0].float() - recalled)
-    state += added.unsqueeze(-1) * keys.unsqueeze(-2)
-    initial_state_source[slots] = state.to(initial_state_source.dtype)
-    return (state * queries.unsqueeze(-2)).sum(-1).to(v.dtype).unsqueeze(0)
+    num = len(slots)
+    steps = v.shape[1] // max(1, num)
+    state = initial_state_source[slots].float()
+    out = torch.empty_like(v)
+    for step in range(steps):
+        rows = torch.arange(num) * steps + step
+        state = state * decay[0, rows].exp()[..., None, None]
+        recalled = (state * keys[rows].unsqueeze(-2)).sum(-1)
+        added = writes[0, rows].unsqueeze(-1) * (v[0, rows].float() - recalled)
+        state = state + added.unsqueeze(-1) * keys[rows].unsqueeze(-2)
+        out[0, rows] = (state * queries[rows].unsqueeze(-2)).sum(-1).to(v.dtype)
+        if intermediate_states_buffer is not None:
+            assert intermediate_state_indices is not None
+            kept = state.to(intermediate_states_buffer.dtype)
+            intermediate_states_buffer[intermediate_state_indices[:num].long(), step] = kept
+    if not disable_state_update:
+        initial_state_source[slots] = state.to(initial_state_source.dtype)
+    return out
 
 
 def _queries_and_keys(

@@ -164,7 +164,17 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (_STATES, "MambaComponent"): (
             "build_external_linker_transfer "
             "redistribute_on_node_split acquire_component_lock commit_insert_component_data "
-            "prepare_for_caching_req cleanup_after_caching_req finalize_match_result_in_cache"
+            "prepare_for_caching_req cleanup_after_caching_req finalize_match_result_in_cache "
+            "_select_finished_checkpoint"
+        ),
+        # Which states behind guesses a tree's nodes keep; decision 43.
+        ("srt.speculative.spec_utils", ""): (
+            "prepare_mamba_track_for_verify _verify_commit_step_indices "
+            "commit_mamba_states_after_verify"
+        ),
+        ("srt.managers.schedule_batch", ""): "set_mamba_track_indices_from_reqs",
+        (f"{_PARTS}.batch_result_processor", "SchedulerBatchResultProcessor"): (
+            "_mamba_prefix_cache_update _mamba_check_track_boundary"
         ),
         ("srt.managers.schedule_batch", "ScheduleBatch"): (
             "_mamba_radix_cache_v2_req_prepare_for_extend _collect_deferred_mamba_cow_and_clear"
@@ -327,7 +337,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (_STATES, "MambaComponent"): "mamba_checkpoint_grid",
         (_POOLS, "HybridLinearKVPool"): "full_kv_pool full_attention_layer_id_mapping",
         (_POOLS, "HybridReqToTokenPool"): "mamba_pool mamba_map mamba_ckpt_pool",
-        (_POOLS, "MambaPool"): "mamba_cache replayssm_write_pos _slot_siblings",
+        (_POOLS, "MambaPool"): (
+            "mamba_cache replayssm_write_pos enable_linear_replayssm_spec _slot_siblings"
+        ),
         (_POOLS, "KVCache"): "layer_num start_layer register_layer_transfer_counter",
         ("srt.mem_cache.base_prefix_cache", "EvictParams"): "mamba_num",
         ("srt.mem_cache.swa_memory_pool", "SWAKVPool"): (

@@ -64,6 +64,16 @@ def test_the_drafts_layers_follow_in_the_same_rows() -> None:
     assert layout.k_offsets[:3] == target().layout(8).k_offsets
 
 
+class HybridLinearKVPool(SimpleNamespace):
+    """By its name one of SGLang's."""
+
+
+def test_beside_states_the_full_layers_of_a_drafts_pool_are_taken() -> None:
+    draft = pool(1)
+    both = with_drafts(target(), [runner(HybridLinearKVPool(full_kv_pool=draft))])
+    assert [each.data_ptr() for each in both.k[3:]] == [k.data_ptr() for k in draft.k_buffer]
+
+
 @pytest.mark.parametrize(
     ("draft", "words"),
     [

@@ -106,6 +106,37 @@ def test_an_update_is_the_recurrence() -> None:
     assert torch.equal(pool[others], before[others])
 
 
+def test_guesses_are_the_recurrence_and_leave_a_state_behind_each() -> None:
+    steps, weights = 4, gates()
+    pool, slots, rows = torch.randn(SLOTS, H, V, K), torch.tensor([4, 1]), torch.tensor([2, 0, 1])
+    before, inputs = pool.clone(), made(len(slots) * steps)
+    behind = torch.full((3, steps + 1, H, V, K), -7.0)
+    out = delta_rule.fused_sigmoid_gating_delta_rule_update_cpu(
+        **weights,
+        **{name: inputs[name].unsqueeze(0) for name in "qkv"},
+        a=inputs["a"],
+        b=inputs["b"],
+        initial_state_source=pool,
+        initial_state_indices=slots,
+        disable_state_update=True,
+        intermediate_states_buffer=behind,
+        intermediate_state_indices=rows,
+        retrieve_parent_token=None,
+    )
+    for i, slot in enumerate(slots.tolist()):
+        chain = slice(i * steps, (i + 1) * steps)
+        found, states = recurrence(
+            {name: values[chain] for name, values in inputs.items()}, weights, before[slot]
+        )
+        torch.testing.assert_close(out[0, chain], found, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            behind[rows[i], :steps], torch.stack(states[1:]), atol=1e-5, rtol=1e-5
+        )
+    assert torch.equal(pool, before)  # what was verified is known behind it
+    assert bool((behind[1] == -7).all())
+    assert bool((behind[:, steps:] == -7).all())
+
+
 def test_norms_and_gates_are_those_of_torch() -> None:
     x, gate, weight = torch.randn(5, V), torch.randn(5, V), torch.randn(V)
     normed = rms_norm(x, (V,), weight, 1e-3)

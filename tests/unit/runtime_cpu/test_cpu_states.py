@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,3 +151,58 @@ def test_states_are_kept_where_a_mask_says_so() -> None:
     for found, was in zip((conv, ssm), before, strict=True):
         assert torch.equal(found[5], was[2])
         assert torch.equal(found[:5], was[:5])
+
+
+def test_a_convolution_of_guesses_leaves_the_inputs_behind_each() -> None:
+    num, dim, steps = 2, 3, 4
+    weight, bias = torch.randn(dim, W), torch.randn(dim)
+    x, pool = torch.randn(num, dim, steps), torch.randn(5, dim, W - 1)
+    before, slots, rows = pool.clone(), torch.tensor([3, 1]), torch.tensor([1, 0])
+    # As SGLang has it: windows that overlap in memory.
+    inputs = torch.zeros(3, dim, steps + W - 2)
+    stride = inputs.stride()
+    windows = inputs.as_strided((3, steps, dim, W - 1), (stride[0], 1, stride[1], 1))
+    out = convolution.causal_conv1d_update_cpu(
+        x,
+        pool,
+        weight,
+        bias,
+        "silu",
+        conv_state_indices=slots,
+        intermediate_conv_window=windows,
+        intermediate_state_indices=rows,
+        retrieve_next_token=None,
+    )
+    assert torch.equal(pool, before)
+    for step in range(steps):  # as one token after another
+        found = convolution.causal_conv1d_update_cpu(
+            x[..., step], pool, weight, bias, "silu", conv_state_indices=slots
+        )
+        torch.testing.assert_close(out[..., step], found, atol=1e-6, rtol=1e-5)
+        assert torch.equal(windows[rows, step], pool[slots])
+
+
+def test_what_was_right_goes_to_its_slot_and_what_is_kept_to_another() -> None:
+    layers, slots, rows, steps = 2, 8, 3, 4
+    temporal, conv = torch.randn(layers, slots, 5), torch.randn(layers, slots, 3, 2)
+    caches = SimpleNamespace(
+        temporal=temporal.clone(),
+        conv=[conv.clone()],
+        intermediate_ssm=torch.randn(layers, rows, steps, 5),
+        intermediate_conv_window=[torch.randn(layers, rows, steps, 3, 2)],
+    )
+    own, right = torch.tensor([6, 2]), torch.tensor([3, 0])
+    kept, at = torch.tensor([5, 4]), torch.tensor([1, -1])
+    kept_states.scatter_mamba_states_after_mtp_verify(caches, own, right, kept, at)
+    for found, before, behind in (
+        (caches.temporal, temporal, caches.intermediate_ssm),
+        (caches.conv[0], conv, caches.intermediate_conv_window[0]),
+    ):
+        wanted = before.clone()
+        wanted[:, 6], wanted[:, 2] = behind[:, 0, 3], behind[:, 1, 0]
+        wanted[:, 5] = behind[:, 0, 1]  # and nothing of the other
+        assert torch.equal(found, wanted)
+    kept_states.scatter_mamba_states_after_mtp_verify(
+        caches, own, right, None, None, src_indices_raw=torch.tensor([2, 1])
+    )
+    assert torch.equal(caches.temporal[:, 6], caches.intermediate_ssm[:, 2, 3])

@@ -16,11 +16,15 @@ CHAINS["attention_backend"] = "triton"
 
 
 def check(
-    algorithm: str, kind: str = "mha", config: dict[str, Any] | None = None, **more: Any
+    algorithm: str,
+    kind: str = "mha",
+    config: dict[str, Any] | None = None,
+    architecture: str = "",
+    **more: Any,
 ) -> None:
     values = {"speculative_algorithm": algorithm, **CHAINS, **more}
     settings = replace(HierKVConfig(), **(config or {}))
-    check_resolved(Resolved(values, values, {}, kind), settings)
+    check_resolved(Resolved(values, values, {}, kind, architecture=architecture), settings)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
@@ -42,6 +46,13 @@ def test_tensor_parallel_ranks_are_served(algorithm: str) -> None:
 def test_draft_layers_of_models_with_latent_rows_are_served(kind: str) -> None:
     check("EAGLE", kind, tp_size=2)
     check("EAGLE", kind, tp_size=4, attn_dp_size=2)
+
+
+STATES: dict[str, Any] = {"kind": "state", "architecture": "Qwen3NextForCausalLM"}
+
+
+def test_the_draft_layer_of_a_model_with_states_is_served() -> None:
+    check("EAGLE", **STATES, speculative_accept_threshold_single=1.0, kv_cache_dtype="auto")
 
 
 def test_drafts_of_a_model_are_served_whatever_masks() -> None:
@@ -85,6 +96,45 @@ REFUSED = [
     ("NGRAM", {"config": {"truncation": "overflow"}}, "--hier-kv-truncation off with", "overflow"),
     ("EAGLE", {"config": {"tree_core": "rust"}}, "--hier-kv-tree-core python with", "rust"),
     ("EAGLE", {"config": {"codec": "lossless"}}, "--hier-kv-codec none with", "lossless"),
+    (
+        "EAGLE",
+        {"kind": "state", "architecture": "NemotronHForCausalLM"},
+        "of hybrids with states Qwen3NextForCausalLM with",
+        "NemotronHForCausalLM",
+    ),
+    ("EAGLE", {"kind": "state"}, "of hybrids with states Qwen3NextForCausalLM with", "another"),
+    ("EAGLE", {"kind": "state beside latent rows"}, "K and V of every head or latent rows", "a"),
+    ("NGRAM", STATES, "full attention in every layer with", "a model with other layers"),
+    ("EAGLE3", STATES, "K and V of every head (with states EAGLE) with", "a model of states"),
+    ("STANDALONE", STATES, "K and V of every head (with states EAGLE) with", "a model of states"),
+    (
+        "EAGLE",
+        {**STATES, "enable_linear_replayssm_spec": True},
+        "no --enable-linear-replayssm-spec with",
+        "it",
+    ),
+    (
+        "EAGLE",
+        {**STATES, "speculative_accept_threshold_acc": 0.5},
+        "--speculative-accept-threshold-acc 1.0 with",
+        "0.5",
+    ),
+    (
+        "EAGLE",
+        {**STATES, "speculative_num_draft_tokens": 33},
+        "--speculative-num-draft-tokens of at most 32 with",
+        "33",
+    ),
+    ("EAGLE", {**STATES, "tp_size": 2}, "--tp-size 1 with", "2"),
+    ("EAGLE", {**STATES, "kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto with", "fp8_e4m3"),
+    ("EAGLE", {**STATES, "attn_dp_size": 2, "tp_size": 2}, "no data parallel attention", "it"),
+    ("EAGLE", {**STATES, "config": {"codec": "lossless"}}, "--hier-kv-codec none", "lossless"),
+    (
+        "EAGLE",
+        {**STATES, "mamba_radix_cache_strategy": "extra_buffer_lazy"},
+        "--mamba-radix-cache-strategy extra_buffer with",
+        "extra_buffer_lazy",
+    ),
     ("DFLASH", {}, "speculative decoding by EAGLE", "--speculative-algorithm DFLASH"),
     ("FROZEN_KV_MTP", {}, "speculative decoding by EAGLE", "--speculative-algorithm FROZEN_KV_MTP"),
 ]
@@ -142,5 +192,6 @@ def test_rows_are_compared_as_far_as_both_are_known() -> None:
 )
 def test_a_tree_with_other_keys_is_refused(algorithm: str, are_pairs: bool, expected: str) -> None:
     check_keys(algorithm, are_pairs=not are_pairs)
+    check_keys(algorithm, are_pairs=False, has_states=True)
     with pytest.raises(HierKVConfigError, match=f"{expected} with --speculative-algorithm"):
         check_keys(algorithm, are_pairs=are_pairs)

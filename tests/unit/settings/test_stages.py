@@ -141,3 +141,9 @@ def test_layers_of_a_stage_are_waited_for_by_their_numbers_in_it() -> None:
     pool = SimpleNamespace(start_layer=5, full_attention_layer_id_mapping={8: 0})
     snapshots: Any = SimpleNamespace(pool=SimpleNamespace(layers=(5, 6, 9)))
     assert awaited_layers(snapshots, pool) == [(3,), (0, 1, 4)]
+
+
+def test_layers_of_a_draft_are_told_behind_all_others() -> None:
+    pool = SimpleNamespace(start_layer=0, full_attention_layer_id_mapping={1: 0, 3: 1})
+    snapshots: Any = SimpleNamespace(pool=SimpleNamespace(layers=(0, 2)))
+    assert awaited_layers(snapshots, pool, num_drafts=1) == [(1, 3, 4), (0, 2)]
