@@ -137,7 +137,9 @@ def test_what_was_read_from_disk_is_in_memory_then(cached: CachedDiskTier) -> No
 
 def test_damage_in_memory_is_mended_from_disk(cached: CachedDiskTier) -> None:
     (location,) = store(cached, [1])
-    cached._records[location][-1] ^= 1
+    copy = cached._copies[location].record
+    assert copy is not None
+    copy[-1] ^= 1
     assert read_page(cached, location, 1) is OK
     assert (cached.num_hits, cached.stats().records_read) == (0, 1)
     assert read_page(cached, location, 1) is OK
