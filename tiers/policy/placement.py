@@ -88,7 +88,7 @@ class PlacementPolicy:
         Args:
             capacity_pages: pages that may lie there; return times are learned for so many.
             size_pages: pages that are sure to find room, of which pins take a share; None: as many.
-            holds_copies: whatever lies there lies in another tier, too, which alone counts for pins.
+            holds_copies: whatever lies there lies in another tier, too, which counts for pins.
 
         Raises:
             ValueError: there are eight already.

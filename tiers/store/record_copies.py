@@ -53,9 +53,7 @@ class RecordCopies:
                 continue
             mine = np.flatnonzero([each == lora for each in adapters])
             hashes = b"".join(copies[at].page_hash for at in mine.tolist())
-            rows[mine] = self._index.lookup(
-                np.frombuffer(hashes, np.uint8).reshape(-1, 32), number
-            )
+            rows[mine] = self._index.lookup(np.frombuffer(hashes, np.uint8).reshape(-1, 32), number)
         return rows
 
     def _are_pages(self, rows: Rows, places: npt.NDArray[np.uint32], *, written: bool) -> (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
@@ -9,10 +10,11 @@ from typing import Protocol
 import numpy as np
 import pytest
 
-from sglang_ext.tiers.base import Location, RecordCopy
+from sglang_ext.tiers.base import Location, ReadRequest, RecordCopy
 from sglang_ext.tiers.coded_host import CachedDiskTier
-from sglang_ext.tiers.records.record import ByteArray
-from tests.unit.store.coded.coded_world import DIGEST, Rig, Zstd, pages
+from sglang_ext.tiers.disk.segments.fileio import aligned_array
+from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, VerifyResult
+from tests.unit.store.coded.coded_world import DIGEST, PAYLOAD, SLOT, Rig, Zstd, content, pages
 
 RECORD = 33 << 10  # a coded page is a little shorter
 
@@ -194,3 +196,47 @@ def test_an_owner_that_fails_costs_a_copy_and_no_page(make: Make) -> None:
     save(rig, pages("push", 8))
     assert rig.bring_back(chain) == 4
     assert rig.is_exact(chain)
+
+
+def test_readers_beside_a_writer_get_right_pages_and_the_books_balance(make: Make) -> None:
+    rig = make("both", 6)
+    chain, stop = pages("a", 120), threading.Event()
+    save(rig, chain[:8])
+    wrong: list[str] = []
+    num_read = [0]
+
+    def read(seed: int) -> None:
+        rng, out, raw = np.random.default_rng(seed), aligned_array(SLOT), aligned_array(SLOT)
+        while not stop.is_set():
+            page = chain[rng.integers(len(chain))]
+            with rig.store._books.table.lock:
+                (row,) = rig.rows(page[None])
+                place = Location(int(rig.index.segment[row]), int(rig.index.block[row]))
+            request = ReadRequest(place, page.tobytes(), b"", out)
+            if rig.disk.read(DIGEST, [request]) != [VerifyResult.OK]:
+                continue  # not on disk yet
+            num_read[0] += 1
+            is_there = rig.store._transcoder is not None and Zstd().decode(out, raw)
+            payload = raw[HEADER_BYTES : HEADER_BYTES + PAYLOAD]
+            if not is_there or not (payload == content(page.tobytes())).all():
+                wrong.append(page.tobytes().hex())
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
+    for thread in threads:
+        thread.start()
+    for first in range(8, 120, 8):
+        expect(rig, "waits", chain[first - 8 : first - 4])
+        save(rig, chain[first : first + 8])
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+    assert num_read[0]
+    rig.settle()
+    save(rig, pages("last", 1))  # what left meanwhile is told of
+    copies = rig.store._books.table.copies
+    assert copies is not None
+    rows = np.flatnonzero(copies.has(np.arange(rig.index.capacity)))
+    places = zip(rig.index.segment[rows].tolist(), rig.index.block[rows].tolist(), strict=True)
+    assert set(rig.disk._copies) == {Location(*place) for place in places}
+    assert rig.disk.memory_stats()["used_bytes"] <= 6 * RECORD
