@@ -4,8 +4,8 @@
 
 All figures are processor time. Without a disk it is that of `MemoryTier.write` in the server's own
 page store, which chooses what leaves, with the copy of a record of 4 KiB. In front of a disk it is
-that of the question which records stay (`CopyKeeper.keep`), without any copy. Chats grow by a page
-at a time, so the pages of one that leaves lie far from one another.
+that of the question which records stay (`CopyKeeper.keep`), without any copy. Chats of 16 pages
+leave, in random order of where they lie, and 64 pages come at a time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import argparse
 import hashlib
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,14 +32,14 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.record import HEADER_BYTES, RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
-from sglang_ext.tiers.store.types import Hashes
+from sglang_ext.tiers.store.types import Hashes, KeySpace
 
 SIZES = (2_000, 8_000, 32_000, 128_000)
 _RECORD_BYTES = 4096
-_CHATS = 64  # that grow at a time
 _CHAT_PAGES = 16
-_HOST_PAGES = 4 * _CHATS * _CHAT_PAGES
-_MEASURED_BATCHES = 64
+_CHATS_A_BATCH = 4
+_MEASURED_CHATS = 256
+_HOST_PAGES = 1024
 _DIGEST = hashlib.sha256(b"bench").digest()
 
 
@@ -91,19 +91,16 @@ def alone_us(num_records: int, make: Callable[[int], Any] = MemoryTier) -> float
     store.open_namespace(_DIGEST, {})
     space, timed = store.space(_DIGEST), _Timed(tier.write)
     tier.write = timed
+
+    def save(hashes: Hashes) -> None:
+        ticket = store.begin_save(space, hashes, hashes[:0])
+        for page, slot in zip(ticket.pages.tolist(), ticket.slots.tolist(), strict=True):
+            meta = RecordMeta(hashes[page].tobytes(), _DIGEST, b"", 0, 64, "pre")
+            write_meta(arena.slots[slot], meta, _RECORD_BYTES - HEADER_BYTES)
+        store.finish_save(ticket, ok=True)
+
     try:
-        for number, (path, batch) in enumerate(_batches(num_records)):
-            if number == -(-num_records // _CHATS) + _CHAT_PAGES:
-                timed.reset()
-            clock.now_s += 1.0
-            for ancestors, hashes in zip(path, batch, strict=True):
-                ticket = store.begin_save(space, hashes[None], ancestors)
-                for slot in ticket.slots.tolist():
-                    meta = RecordMeta(hashes.tobytes(), _DIGEST, b"", 0, 64, "pre")
-                    write_meta(arena.slots[slot], meta, _RECORD_BYTES - HEADER_BYTES)
-                store.finish_save(ticket, ok=True)
-            executor.run_due()
-        return timed.us_a_record
+        return _measure(num_records, store, space, save, clock, executor, timed)
     finally:
         store.close(timeout_s=0.0)
         arena.close()
@@ -116,24 +113,42 @@ def before_disk_us(num_records: int) -> float:
         disk: Any = server.disk
         timed = _Timed(disk.copy_keeper.keep)
         disk.copy_keeper.keep = timed
-        for number, (path, batch) in enumerate(_batches(num_records)):
-            if number == -(-num_records // _CHATS) + _CHAT_PAGES:
-                timed.reset()
-            server.clock.now_s += 1.0
-            for ancestors, hashes in zip(path, batch, strict=True):
-                server.save(np.concatenate([ancestors, hashes[None]]), len(ancestors))
-            server.executor.run_due()
-        return timed.us_a_record
+
+        def save(hashes: Hashes) -> None:
+            server.save(hashes, 0)
+
+        return _measure(
+            num_records, server.store, server.space, save, server.clock, server.executor, timed
+        )
 
 
-def _batches(num_records: int) -> Iterator[tuple[list[Hashes], Hashes]]:
-    """For each of the chats that grow, the pages that it has and its next one."""
-    num_batches = -(-num_records // _CHATS) + _CHAT_PAGES + _MEASURED_BATCHES
-    for number in range(num_batches):
-        group, length = divmod(number, _CHAT_PAGES)
-        ids = (group * _CHATS + np.arange(_CHATS))[:, None] * _CHAT_PAGES + np.arange(length + 1)
-        chats = [page_hashes(chat) for chat in ids]
-        yield [chat[:-1] for chat in chats], np.stack([chat[-1] for chat in chats])
+def _measure(
+    num_records: int, store: PageStore, space: KeySpace, save: Callable[[Hashes], None],
+    clock: VirtualClock, executor: VirtualExecutor, timed: _Timed,
+) -> float:  # fmt: skip
+    """Fills coded DRAM, has its chats used in random order, and then takes the time of more."""
+    num_chats = -(-num_records // _CHAT_PAGES)
+    for chat in range(num_chats):
+        save(_chat(chat))
+        if chat % _CHATS_A_BATCH == _CHATS_A_BATCH - 1:
+            executor.run_due()
+    executor.run_due()
+    assert store.lookahead is not None
+    for chat in np.random.default_rng(1).permutation(num_chats).tolist():
+        clock.now_s += 1.0
+        store.lookahead.used(space, _chat(chat), None)
+    for chat in range(num_chats, num_chats + _MEASURED_CHATS):
+        if chat == num_chats + _MEASURED_CHATS // 8:
+            timed.reset()
+        clock.now_s += 1.0
+        save(_chat(chat))
+        if chat % _CHATS_A_BATCH == _CHATS_A_BATCH - 1:
+            executor.run_due()
+    return timed.us_a_record
+
+
+def _chat(number: int) -> Hashes:
+    return page_hashes(number * _CHAT_PAGES + np.arange(_CHAT_PAGES))
 
 
 def main() -> None:
