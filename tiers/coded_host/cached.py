@@ -8,8 +8,6 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
 from sglang_ext.tiers.base import (
     Enter,
     Location,
@@ -66,10 +64,11 @@ class CachedDiskTier(Tier, OwnerCallbacks):
         if max_bytes < 1:
             raise TierConfigError(f"records in memory need room, got {max_bytes} bytes")
         super().__init__()
+        # The owner sets its callbacks after this tier was made: they are looked up when called.
         disk.on_drop = self._dropped
-        disk.on_moved = self._moved
-        disk.is_hot = self._asked_if_hot
-        disk.num_needed = self._asked_for_needed
+        disk.on_moved = lambda digest, segment, pages: self.on_moved(digest, segment, pages)  # noqa: PLW0108
+        disk.is_hot = lambda digest, hashes: self.is_hot(digest, hashes)  # noqa: PLW0108
+        disk.num_needed = lambda segment: self.num_needed(segment)  # noqa: PLW0108
         self._disk = disk
         self._max_bytes = max_bytes
         # Held while the owner is asked and its answer is entered, so that answers are entered in
@@ -261,18 +260,6 @@ class CachedDiskTier(Tier, OwnerCallbacks):
                 del self._by_segment[location.segment]
 
     # ---- called by the disk tier ----
-    # The owner sets its callbacks after this tier was made, so they are looked up when called.
-
-    def _moved(self, digest: bytes, segment_id: int, pages: RecoveredPages) -> None:
-        self.on_moved(digest, segment_id, pages)
-
-    def _asked_if_hot(
-        self, digest: bytes, hashes: ByteArray
-    ) -> np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]:
-        return self.is_hot(digest, hashes)
-
-    def _asked_for_needed(self, segment_id: int) -> int:
-        return self.num_needed(segment_id)
 
     def _dropped(self, digest: bytes, segment_id: int) -> None:
         with self._lock:

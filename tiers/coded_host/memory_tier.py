@@ -58,6 +58,9 @@ class _Segment:
     num_bytes: int = 0
     num_appended: int = 0
 
+    def is_full(self, most_bytes: int) -> bool:
+        return self.num_appended >= _SEGMENT_RECORDS or self.num_bytes >= most_bytes
+
 
 @dataclass(frozen=True)
 class _Namespace:
@@ -223,7 +226,7 @@ class MemoryTier(Tier, OwnerCallbacks):
 
     def _append(self, digest: bytes, record: ByteArray) -> Location:
         segment = self._active.get(digest)
-        if segment is None or self._is_full(segment):
+        if segment is None or segment.is_full(self._max_bytes // _NUM_SEGMENTS):
             if segment is not None and not segment.records:  # all that it had has left
                 with self._lock:
                     del self._segments[segment.segment_id]
@@ -236,12 +239,8 @@ class MemoryTier(Tier, OwnerCallbacks):
             segment.num_bytes += record.size
             self._used_bytes += record.size
             self._segments[segment.segment_id] = segment
-            self._touch(segment)
+            self._segments.move_to_end(segment.segment_id)
         return Location(segment.segment_id, block)
-
-    def _is_full(self, segment: _Segment) -> bool:
-        most_bytes = self._max_bytes // _NUM_SEGMENTS
-        return segment.num_appended >= _SEGMENT_RECORDS or segment.num_bytes >= most_bytes
 
     def _make_room(self, num_bytes: int) -> None:
         """Makes room for records of so many bytes, which are no more than the bound."""
@@ -348,7 +347,7 @@ class MemoryTier(Tier, OwnerCallbacks):
             record = None
             if namespace is not None and segment is not None and segment.namespace == digest:
                 record = segment.records.get(request.location[1])
-                self._touch(segment)
+                self._segments.move_to_end(segment.segment_id)
         size = namespace.slot_bytes if namespace is not None else 0
         if record is not None and usable_slot(request.out, size):
             request.out[: record.size] = record
@@ -359,9 +358,6 @@ class MemoryTier(Tier, OwnerCallbacks):
         else:
             self._counters.error(result.value)
         return result
-
-    def _touch(self, segment: _Segment) -> None:
-        self._segments.move_to_end(segment.segment_id)
 
 
 def _table(found: Sequence[tuple[Location, ByteArray]]) -> RecoveredPages:

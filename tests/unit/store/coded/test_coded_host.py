@@ -128,12 +128,12 @@ def test_a_call_larger_than_the_memory_stores_what_fits(memory: MemoryTier) -> N
     books.connect(memory)
     places = store(memory, range(40))
     books.add([key(number) for number in range(40)], places, [2] * 40)
-    places = memory.write(NAMESPACE, [make_slot(number) for number in range(100, 200)])
-    there = [n for n, place in enumerate(places) if place is not None]
+    found = memory.write(NAMESPACE, [make_slot(number) for number in range(100, 200)])
+    there = [n for n, place in enumerate(found) if place is not None]
     assert len(there) >= 32
     assert not books.pages
     for n in there:
-        place = places[n]
+        place = found[n]
         assert place is not None
         assert read_page(memory, place, 100 + n) is OK
     assert memory.stats().used_bytes <= 64 * RECORD

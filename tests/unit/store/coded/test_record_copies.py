@@ -167,7 +167,7 @@ def test_a_write_that_ends_in_nothing_leaves_no_record(make: Make) -> None:
     """Pages that were cleared while they were written."""
     rig = make("both", 16)
     write = rig.disk._disk.write
-    written = []
+    written: list[list[Location | None]] = []
 
     def cleared(digest: bytes, slots: list[ByteArray]) -> list[Location | None]:
         written.append(write(digest, slots))
