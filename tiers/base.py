@@ -169,6 +169,44 @@ class PageKeeper(Protocol):
         """Segments that lost pages since the last call, with the blocks of those left."""
 
 
+class RecordCopy(NamedTuple):
+    """A record that a tier could keep in DRAM as well.
+
+    Attributes:
+        location: where the tier has it.
+        page_hash, lora: its key in the namespace; see `ReadRequest`.
+        num_bytes: of it, header and payload.
+    """
+
+    location: Location
+    page_hash: bytes
+    lora: bytes
+    num_bytes: int
+
+
+class CopyKeeper(Protocol):
+    """What the owner of a tier that has records in DRAM as well says of these.
+
+    Called by any thread that reads or writes, so the owner must not hold a lock that this takes
+    when it calls the tier.
+    """
+
+    def keep(
+        self, digest: bytes, copies: Sequence[RecordCopy], *, written: bool
+    ) -> tuple[list[bool], list[Location]]:
+        """Records are at hand, just read or written, and could be kept.
+
+        Args:
+            digest: their namespace.
+            copies: the records, a page before those that it leads to.
+            written: by the call in hand, so that the owner does not know yet where they lie.
+
+        Returns:
+            Which of them are to be kept, and the places of others that are to be forgotten since
+            the last call: before these are entered, as one may have the place of another.
+        """
+
+
 Enter = Callable[[RecoveredPages], object]
 
 
@@ -185,6 +223,11 @@ class Tier(abc.ABC):
     @abc.abstractmethod
     def max_bytes(self) -> int:
         """Bound on the bytes of its records, of all namespaces together."""
+
+    @property
+    def copies_bytes(self) -> int:
+        """Bound on the bytes of the records that it has in DRAM as well; 0 where it has none."""
+        return 0
 
     @abc.abstractmethod
     def open_namespace(

@@ -3,6 +3,7 @@
     python -m bench.policies.replay [--quick] [--shares 0.05 0.2] [--known 50 400 0]
     python -m bench.policies.replay --quick --known 10 --hints exact noisy shuffled ttl ttl-short
     python -m bench.policies.replay --workload documents --quick --shares 0.2 --known 10
+    python -m bench.policies.replay --quick --shares 0.2 --known 50 400 --coded-shares 0.3
     python -m bench.policies.replay --kv-bytes-per-token 131072   # 70B's pages: five times slower
 
 First come, first served, with so many requests waiting that the store knows; the disk is fast
@@ -16,6 +17,9 @@ Columns:
 - a hit: pages written to disk for each page that hit, which of pages of one size is the bytes;
 - amplification: pages written, over those that were new on disk, which a page that the disk gave up
   and got again is not; at steady state: without the first DRAM full of these;
+- coded DRAM: with `--coded-shares`, of the pages that are read from below the slots the share that
+  lies there, and need not be read from the disk; plain LRU: that of records in order of their last
+  use, whatever waits;
 - lost: pages that left the last tier that had them while a waiting request needed them;
 - held: different pages in DRAM and on disk, the mean over the second half of the requests, and
   what the rule that knows the same requests hits over so many: what is written ahead lies twice.
@@ -52,6 +56,7 @@ from sglang_ext.simulator.virtual_store import (
     page_hashes,
     virtual_store,
 )
+from sglang_ext.tiers.coded_host import CachedDiskTier
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store import DEFAULT_POLICY
 from sglang_ext.tiers.store.types import Hashes
@@ -82,6 +87,7 @@ class Replayed:
         writes: what went to disk.
         held: different pages in the store, after each request.
         counters: of the store.
+        num_from_coded, num_read: that came to DRAM from coded DRAM, and from there or the disk.
     """
 
     reusable: int = 0
@@ -91,6 +97,8 @@ class Replayed:
     writes: Writes = field(default_factory=Writes)
     held: list[int] = field(default_factory=list)
     counters: dict[str, int] = field(default_factory=dict)
+    num_from_coded: int = 0
+    num_read: int = 0
 
     @property
     def hit_share(self) -> float:
@@ -106,6 +114,11 @@ class Replayed:
     def written_per_hit(self) -> float:
         """Pages written to disk for each page that hit."""
         return self.writes.all / max(self.hits, 1)
+
+    @property
+    def coded_share(self) -> float:
+        """Pages from coded DRAM, of those that did not lie in slots."""
+        return self.num_from_coded / max(self.num_read, 1)
 
     @property
     def mean_held(self) -> int:
@@ -162,6 +175,10 @@ class Replay:
         if server.disk is not None:
             moved = server.disk.stats().records_salvaged
             result.writes = Writes.of(result.counters, moved)
+            result.num_read = server.disk.stats().records_read
+        if isinstance(server.disk, CachedDiskTier):
+            result.num_from_coded = server.disk.num_hits
+            result.num_read += server.disk.num_hits
         return result
 
     def _arrive(self, server: ServerStore, turn: int) -> None:
@@ -335,6 +352,30 @@ def rows(
             yield f"  server, look-ahead {label}, {num or 'all'} known", figures
 
 
+def coded_rows(
+    paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: Sequence[int],
+    page_bytes: int, coded_shares: Sequence[float], write_policy: str = DEFAULT_POLICY,
+) -> Iterator[tuple[str, str]]:  # fmt: skip
+    """Names and figures of coded DRAM beside one capacity: need, or plain LRU, decides in it."""
+    footprint = len(np.unique(np.concatenate(paths)))
+    host = max(int(footprint * share * DRAM_SHARE), 2)
+    disk = int(footprint * share) - host
+    for part in coded_shares:
+        coded = max(int(disk * part), 1)
+        yield f"{share:g} of {footprint:,} pages", f"DRAM {host:,}, coded {coded:,}, disk {disk:,}"
+        for num in known:
+            figures = []
+            for by_need in (True, False):
+                sizes = StoreSizes(page_bytes, host, disk, coded_pages=coded)
+                with virtual_store(sizes, PolicyConfig(), write_policy) as server:
+                    if not by_need and isinstance(server.disk, CachedDiskTier):
+                        server.disk.copy_keeper = None
+                    done = Replay(paths, num or len(paths), prefill_s, _tell).run(server)
+                name = "coded DRAM by need" if by_need else "plain LRU"
+                figures.append(f"{name} {done.coded_share:.3f} of {done.num_read:,}")
+            yield f"  server, {num or 'all'} known", ", ".join(figures)
+
+
 def workload_lines(name: str, limit: int | None) -> list[Line]:
     """The first requests of `agents` (120 tasks) or `documents` (400 sessions of questions)."""
     make, count = {"agents": (agent_tasks, 120), "documents": (document_questions, 400)}[name]
@@ -369,6 +410,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "--queue-only", action="store_true", help="look-ahead without learned return times, too"
     )
+    parser.add_argument(
+        "--coded-shares", type=float, nargs="+", default=(),
+        help="coded DRAM beside the disk, as shares of its pages: only what that is worth is shown",
+    )  # fmt: skip
     parser.add_argument("--seed", type=int, default=7, help="of noisy and of shuffled hints")
     flags = parser.parse_args(arguments)
     limit = _QUICK_REQUESTS if flags.quick else None
@@ -379,7 +424,13 @@ def main(arguments: Sequence[str]) -> None:
     paths = [line.hash_ids for line in lines]
     prefill_s = [line.input_tokens / LLAMA_70B.prefill_tokens_per_s for line in lines]
     page_bytes = BLOCK_TOKENS * flags.kv_bytes_per_token
-    for share in flags.shares:
+    for share in flags.shares if flags.coded_shares else ():
+        for name, figures in coded_rows(
+            paths, prefill_s, share, flags.known, page_bytes, flags.coded_shares,
+            flags.write_policy,
+        ):  # fmt: skip
+            print(f"{name:42} {figures}", flush=True)
+    for share in () if flags.coded_shares else flags.shares:
         for name, figures in rows(
             paths,
             prefill_s,

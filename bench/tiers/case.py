@@ -1,6 +1,6 @@
 """The case `tiers`: copies with rotation against memcpy, the disk against raw I/O, the index.
 
-The disk is measured empty and full.
+The disk is measured empty and full, coded DRAM full.
 
 All figures are of one core for the copies, and of the disk tier's own number of threads for the
 disk. Runs of the things compared alternate, and medians are compared.
@@ -16,6 +16,8 @@ from bench.core.output import Table
 from bench.core.plots import plot_bars
 from bench.core.speed import MEMCPY_BYTES
 from bench.core.stats import median, median_interval
+from bench.tiers.coded_host import SIZES as CODED_SIZES
+from bench.tiers.coded_host import measure_placing
 from bench.tiers.copy import SHAPES, measure_copies
 from bench.tiers.disk import HELPER_THREADS, SLOT_SIZES, measure_disk
 from bench.tiers.full_disk import measure_full_disk
@@ -42,7 +44,10 @@ def run(options: Options) -> Report:
     full = measure_full_disk(3 if options.quick else 7, 256 << 20, progress)
     progress.stage("tiers: index from 1e4 to 1e7 pages (about a minute)")
     index = measure_index(quick=options.quick)
+    progress.stage("tiers: records in coded DRAM")
+    placing = measure_placing(CODED_SIZES[:2] if options.quick else CODED_SIZES)
     report = _report(copies, disk, index, repeats)
+    _add_placing(report, placing)
     _add_full_disk(report, full)
     _plot(report, options)
     return report
@@ -89,6 +94,15 @@ def _report(
         ),
     ]
     return Report(results, samples, {"copies": repeats, "disk": repeats}, tables, notes)
+
+
+def _add_placing(report: Report, placing: dict[str, dict[str, float]]) -> None:
+    """Adds what a record costs in a full coded DRAM."""
+    report.results["coded_host_us_a_record"] = placing
+    table = Table("a record in full coded DRAM, us", ("set-up", "records", "us a record"))
+    for name, by_size in placing.items():
+        table.rows += [(name, int(size), us) for size, us in by_size.items()]
+    report.tables.append(table)
 
 
 def _add_full_disk(report: Report, full: dict[str, Any]) -> None:

@@ -28,6 +28,7 @@ from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.simulator.forwards import Forwards
 from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS, record_blocks
+from sglang_ext.tiers.coded_host import CachedDiskTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.host import HostArena
@@ -169,6 +170,23 @@ class HeaderIO(FileIO):
         return 1 << 62
 
 
+class HeaderCache(CachedDiskTier):
+    """Coded DRAM whose records are headers and take the room of a slot.
+
+    Args:
+        disk: see `CachedDiskTier`.
+        num_pages: that it has room for.
+        slot_bytes: what each takes.
+    """
+
+    def __init__(self, disk: DiskTier, num_pages: int, slot_bytes: int) -> None:
+        super().__init__(disk, num_pages * slot_bytes)
+        self._page_bytes = slot_bytes
+
+    def _room_bytes(self, num_bytes: int) -> int:
+        return self._page_bytes
+
+
 @dataclass(frozen=True)
 class StoreSizes:
     """What the store is given.
@@ -179,6 +197,7 @@ class StoreSizes:
         disk_pages: pages that fit the disk's bound; 0 for no disk.
         read_bytes_per_s, write_bytes_per_s: of the disk; infinity for one that is never waited for.
         page_tokens: P.
+        coded_pages: pages of the disk that coded DRAM has room for as well; 0 for none.
     """
 
     page_bytes: int
@@ -187,6 +206,7 @@ class StoreSizes:
     read_bytes_per_s: float = math.inf
     write_bytes_per_s: float = math.inf
     page_tokens: int = _PAGE_TOKENS
+    coded_pages: int = 0
 
 
 class ServerStore:
@@ -213,7 +233,7 @@ class ServerStore:
     """
 
     def __init__(
-        self, store: PageStore, disk: DiskTier | None, clock: VirtualClock,
+        self, store: PageStore, disk: DiskTier | CachedDiskTier | None, clock: VirtualClock,
         executor: VirtualExecutor, sizes: StoreSizes, feeds: CostFeeds,
         prefetch_policy: str = DEFAULT_PREFETCH_POLICY, folder: Path | None = None,
     ) -> None:  # fmt: skip
@@ -313,12 +333,14 @@ def virtual_store(
     )
     folder = Path(tempfile.mkdtemp(prefix="hier-kv-simulated-"))
     arena = HeaderArena(sizes.host_pages, slot_bytes, memory_limit_bytes=1 << 62)
-    disk: DiskTier | None = None
+    disk: DiskTier | CachedDiskTier | None = None
     if sizes.disk_pages:
         config = DiskConfig(
             folder, sizes.disk_pages * slot_bytes, 0, direct_io="off", helper_threads=0
         )
         disk = DiskTier(config, io=HeaderIO(slot_bytes))
+        if sizes.coded_pages:
+            disk = HeaderCache(disk, sizes.coded_pages, slot_bytes)
     num_pages = max(1024, int((sizes.host_pages + sizes.disk_pages) * _INDEX_SLACK))
     writing = policy_for_sizes(write_policy, sizes.host_pages, sizes.disk_pages)
     feeds = cost_feeds(sizes)

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
-
-from sglang_ext.tiers.base import Enter, Location, PageKeeper, ReadRequest, RecoveredPages, Tier
+from sglang_ext.tiers.base import (
+    Enter,
+    Location,
+    PageKeeper,
+    ReadRequest,
+    RecordCopy,
+    RecoveredPages,
+    Tier,
+)
 from sglang_ext.tiers.disk.counters import DiskStats
 from sglang_ext.tiers.disk.disk_context import OwnerCallbacks, usable_slot
 from sglang_ext.tiers.disk.tier import DiskTier
@@ -23,19 +30,33 @@ from sglang_ext.tiers.records.record import (
     parse_header,
 )
 
+logger = logging.getLogger(__name__)
+
+
+class _Copy:
+    """A record in memory; it has room there before its bytes have come."""
+
+    __slots__ = ("num_bytes", "record")
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self.record: ByteArray | None = None
+
 
 class CachedDiskTier(Tier, OwnerCallbacks):
-    """A disk tier, and the records used last of it in DRAM; it owns the disk tier.
+    """A disk tier, and some of its records in DRAM; it owns the disk tier.
 
     The disk stays the home of every record: locations are its own, and what the memory forgets is
-    read from it. Records from memory are verified like those from disk. Threads as in `DiskTier`.
+    read from it. Records from memory are verified like those from disk. Which are kept says the
+    owner (`copy_keeper`), page by page; where nobody says it, those that were used last. Threads as
+    in `DiskTier`.
 
     Args:
         disk: the tier below; closed with this one.
         max_bytes: bound on the records in memory, headers and payloads.
 
     Attributes:
-        on_drop, on_moved, is_hot, num_needed, keeper: see `OwnerCallbacks`.
+        on_drop, on_moved, is_hot, num_needed, keeper, copy_keeper: see `OwnerCallbacks`.
         num_hits: records read from memory since start.
     """
 
@@ -43,15 +64,19 @@ class CachedDiskTier(Tier, OwnerCallbacks):
         if max_bytes < 1:
             raise TierConfigError(f"records in memory need room, got {max_bytes} bytes")
         super().__init__()
+        # The owner sets its callbacks after this tier was made: they are looked up when called.
         disk.on_drop = self._dropped
-        disk.on_moved = self._moved
-        disk.is_hot = self._asked_if_hot
-        disk.num_needed = self._asked_for_needed
+        disk.on_moved = lambda digest, segment, pages: self.on_moved(digest, segment, pages)  # noqa: PLW0108
+        disk.is_hot = lambda digest, hashes: self.is_hot(digest, hashes)  # noqa: PLW0108
+        disk.num_needed = lambda segment: self.num_needed(segment)  # noqa: PLW0108
         self._disk = disk
         self._max_bytes = max_bytes
+        # Held while the owner is asked and its answer is entered, so that answers are entered in
+        # their order. Taken before the owner's lock and before _lock, which readers wait for.
+        self._deciding = threading.Lock()
         self._lock = threading.Lock()
         # Least recent first, and the locations of each segment; guarded by _lock.
-        self._records: OrderedDict[Location, ByteArray] = OrderedDict()
+        self._copies: OrderedDict[Location, _Copy] = OrderedDict()
         self._by_segment: dict[int, set[Location]] = {}
         self._used_bytes = 0
         self._slot_bytes: dict[bytes, int] = {}  # by namespace; guarded by _lock
@@ -71,6 +96,11 @@ class CachedDiskTier(Tier, OwnerCallbacks):
         """See `Tier.max_bytes`; the disk's, as all that lies in memory lies on disk too."""
         return self._disk.max_bytes
 
+    @property
+    def copies_bytes(self) -> int:
+        """See `Tier.copies_bytes`."""
+        return self._max_bytes
+
     def open_namespace(
         self, digest: bytes, slot_bytes: int, label: dict[str, Any], *, packed: bool = False,
         enter: Enter | None = None,
@@ -81,11 +111,14 @@ class CachedDiskTier(Tier, OwnerCallbacks):
         return self._disk.open_namespace(digest, slot_bytes, label, packed=packed, enter=enter)
 
     def write(self, digest: bytes, slots: Sequence[ByteArray]) -> list[Location | None]:
-        """See `Tier.write`; what the disk took is kept in memory too."""
+        """See `Tier.write`; what the disk took may be kept in memory too."""
         locations = self._disk.write(digest, slots)
-        for location, slot in zip(locations, slots, strict=True):
-            if location is not None:
-                self._keep(location, slot)
+        written = [
+            (location, slot)
+            for location, slot in zip(locations, slots, strict=True)
+            if location is not None
+        ]
+        self._keep(digest, written, written=True)
         return locations
 
     def read(self, digest: bytes, requests: Sequence[ReadRequest]) -> list[VerifyResult]:
@@ -96,8 +129,12 @@ class CachedDiskTier(Tier, OwnerCallbacks):
             found = self._disk.read(digest, [requests[at] for at in missing])
             for at, result in zip(missing, found, strict=True):
                 results[at] = result
-                if result is VerifyResult.OK:
-                    self._keep(requests[at].location, requests[at].out)
+            read = [
+                (requests[at].location, requests[at].out)
+                for at in missing
+                if results[at] is VerifyResult.OK
+            ]
+            self._keep(digest, read, written=False)
         return results
 
     def clear(self, digest: bytes | None) -> None:
@@ -108,7 +145,7 @@ class CachedDiskTier(Tier, OwnerCallbacks):
         """Closes the disk tier too."""
         self._disk.close()
         with self._lock:
-            self._records.clear()
+            self._copies.clear()
             self._by_segment.clear()
             self._used_bytes = 0
 
@@ -120,41 +157,80 @@ class CachedDiskTier(Tier, OwnerCallbacks):
         """What memory holds, and how often it was of use."""
         with self._lock:
             return {
-                "records": len(self._records),
+                "records": len(self._copies),
                 "used_bytes": self._used_bytes,
                 "max_bytes": self._max_bytes,
                 "hits": self.num_hits,
             }
 
-    def _keep(self, location: Location, slot: ByteArray) -> None:
-        """Takes a copy of a record, with a checksum.
+    def _keep(
+        self, digest: bytes, found: Sequence[tuple[Location, ByteArray]], *, written: bool
+    ) -> None:
+        """Takes copies of those of some records that are to be kept, each with a checksum.
 
-        The disk tier leaves no checksum in the slot where it has better seals. If the record's
-        segment was deleted meanwhile, nobody asks for the copy any more: it is dropped as the least
-        recent one in the end.
+        The disk tier leaves no checksum in the slot where it has better seals.
         """
-        try:
-            size = HEADER_BYTES + parse_header(slot)[1]
-        except RecordError:
+        offers: list[RecordCopy] = []
+        records: list[ByteArray] = []
+        for location, slot in found:
+            try:
+                meta, payload_bytes = parse_header(slot)
+            except RecordError:
+                continue
+            num_bytes = HEADER_BYTES + payload_bytes
+            room = self._room_bytes(num_bytes)
+            offers.append(RecordCopy(location, meta.page_hash, meta.lora, room))
+            records.append(slot[:num_bytes])
+        if not offers:
             return
-        record = slot[:size].copy()
-        seal(record)
-        with self._lock:
-            old = self._records.pop(location, None)
-            self._used_bytes += record.size - (old.size if old is not None else 0)
-            self._records[location] = record
-            self._by_segment.setdefault(location.segment, set()).add(location)
-            while self._used_bytes > self._max_bytes:
-                place, oldest = self._records.popitem(last=False)
-                self._used_bytes -= oldest.size
-                self._by_segment[place.segment].discard(place)
+        copies = self._make_places(digest, offers, written)
+        for copy, record in zip(copies, records, strict=True):
+            if copy is not None:
+                record = record.copy()
+                seal(record)
+                copy.record = record  # if it has lost its place meanwhile, nobody sees it
+
+    def _room_bytes(self, num_bytes: int) -> int:
+        """How much of the room a record of so many bytes takes."""
+        return num_bytes
+
+    def _make_places(
+        self, digest: bytes, offers: Sequence[RecordCopy], written: bool
+    ) -> list[_Copy | None]:
+        """Gives places to those of some records that are to be kept; None for the others."""
+        with self._deciding:
+            kept, gone = self._ask(digest, offers, written)
+            copies = [
+                _Copy(offer.num_bytes) if is_kept else None
+                for offer, is_kept in zip(offers, kept, strict=True)
+            ]
+            with self._lock:
+                self._forget(gone)
+                for offer, copy in zip(offers, copies, strict=True):
+                    if copy is not None:
+                        self._enter(offer.location, copy)
+                while self._used_bytes > self._max_bytes:  # nobody said what is to leave
+                    self._forget([next(iter(self._copies))])
+        return copies
+
+    def _ask(
+        self, digest: bytes, offers: Sequence[RecordCopy], written: bool
+    ) -> tuple[list[bool], list[Location]]:
+        if self.copy_keeper is None:
+            return [True] * len(offers), []
+        try:
+            return self.copy_keeper.keep(digest, offers, written=written)
+        except Exception:
+            logger.exception("hier-kv: coded DRAM could not be told which pages to keep")
+            return [False] * len(offers), []
 
     def _from_memory(self, digest: bytes, request: ReadRequest) -> VerifyResult:
         with self._lock:
-            record = self._records.get(request.location)
+            copy = self._copies.get(request.location)
+            record = None if copy is None else copy.record
             slot_bytes = self._slot_bytes.get(digest, 0)
-            if record is not None:
-                self._records.move_to_end(request.location)
+            if copy is not None:
+                self._copies.move_to_end(request.location)
         if record is None or not usable_slot(request.out, slot_bytes):
             return VerifyResult.MISSING
         request.out[: record.size] = record
@@ -164,21 +240,28 @@ class CachedDiskTier(Tier, OwnerCallbacks):
                 self.num_hits += 1
         return result
 
-    # The owner sets its callbacks after this tier was made, so they are looked up when called.
+    # ---- the caller holds _lock ----
 
-    def _moved(self, digest: bytes, segment_id: int, pages: RecoveredPages) -> None:
-        self.on_moved(digest, segment_id, pages)
+    def _enter(self, location: Location, copy: _Copy) -> None:
+        self._forget([location])
+        self._copies[location] = copy
+        self._by_segment.setdefault(location.segment, set()).add(location)
+        self._used_bytes += copy.num_bytes
 
-    def _asked_if_hot(
-        self, digest: bytes, hashes: ByteArray
-    ) -> np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]:
-        return self.is_hot(digest, hashes)
+    def _forget(self, locations: Iterable[Location]) -> None:
+        for location in locations:
+            copy = self._copies.pop(location, None)
+            if copy is None:
+                continue
+            self._used_bytes -= copy.num_bytes
+            neighbours = self._by_segment[location.segment]
+            neighbours.discard(location)
+            if not neighbours:
+                del self._by_segment[location.segment]
 
-    def _asked_for_needed(self, segment_id: int) -> int:
-        return self.num_needed(segment_id)
+    # ---- called by the disk tier ----
 
     def _dropped(self, digest: bytes, segment_id: int) -> None:
         with self._lock:
-            for location in self._by_segment.pop(segment_id, ()):
-                self._used_bytes -= self._records.pop(location).size
+            self._forget(list(self._by_segment.get(segment_id, ())))
         self.on_drop(digest, segment_id)

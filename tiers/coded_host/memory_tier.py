@@ -1,15 +1,19 @@
 """Records in DRAM, without a disk below: gone when the process ends.
 
 Records are kept at their own length, in groups that are called segments as on disk, because the
-owner is told of losses by segment. Room is made record by record where the owner says which to
-give up; else the segment that was used longest ago goes, and what its owner calls hot moves on.
+owner speaks of losses by segment. Room is made record by record where the owner says which to give
+up, and then the records of the segments that these lay in are looked at. So a segment has few of
+them, whatever the tier's size is. Without an owner the segment that was used longest ago goes, and
+what is called hot moves on.
 """
 
 from __future__ import annotations
 
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -38,8 +42,9 @@ from sglang_ext.tiers.records.record import (
     parse_header,
 )
 
-# So many segments fit in the bound: one is a small part of it, and rarely dropped.
+# Of a small tier so many segments fit in the bound: one is a small part of it.
 _NUM_SEGMENTS = 32
+_SEGMENT_RECORDS = 64  # a record that leaves has so many looked at
 _CHOICE = 4  # oldest segments among which the least needed goes
 
 
@@ -52,7 +57,9 @@ class _Segment:
     records: dict[int, ByteArray] = field(default_factory=dict)
     num_bytes: int = 0
     num_appended: int = 0
-    last_used: int = 0
+
+    def is_full(self, most_bytes: int) -> bool:
+        return self.num_appended >= _SEGMENT_RECORDS or self.num_bytes >= most_bytes
 
 
 @dataclass(frozen=True)
@@ -86,10 +93,10 @@ class MemoryTier(Tier, OwnerCallbacks):
         self._write_lock = threading.RLock()
         self._lock = threading.Lock()  # never held in a callback
         self._namespaces: dict[bytes, _Namespace] = {}  # guarded by _lock
-        self._segments: dict[int, _Segment] = {}  # guarded by _lock, changed under both
+        # Used longest ago first; guarded by _lock, changed under both but for the order.
+        self._segments: OrderedDict[int, _Segment] = OrderedDict()
         self._active: dict[bytes, _Segment] = {}  # guarded by _write_lock
         self._used_bytes = 0  # guarded by _lock
-        self._clock = 0  # guarded by _lock
         self._next_id = 1  # guarded by _write_lock
         self._is_closed = False  # guarded by _lock, changed under both
 
@@ -128,8 +135,14 @@ class MemoryTier(Tier, OwnerCallbacks):
             if is_closed or namespace is None:
                 self._counters.drop("closed" if is_closed else "namespace", len(slots))
                 return [None] * len(slots)
-            self._fresh.clear()
-            locations = [self._write_one(digest, namespace, slot) for slot in slots]
+            self._settle_fresh()
+            sizes = [self._record_bytes(digest, namespace, slot) for slot in slots]
+            # Of all at once, for the owner is asked once then; as far as they are no more than fit.
+            self._make_room(min(sum(sizes), self._max_bytes))
+            locations = [
+                self._write_one(digest, slot, size) if size else None
+                for slot, size in zip(slots, sizes, strict=True)
+            ]
             with self._lock:  # room for the last ones may have been made of the first
                 return [
                     location
@@ -174,7 +187,16 @@ class MemoryTier(Tier, OwnerCallbacks):
 
     # ---- write lock held ----
 
-    def _write_one(self, digest: bytes, namespace: _Namespace, slot: ByteArray) -> Location | None:
+    def _settle_fresh(self) -> None:
+        """What the owner does not name as a page of the last call's records goes."""
+        segments, keeper = {place.segment for place in self._fresh}, self.keeper
+        self._fresh.clear()
+        if keeper is not None:
+            for segment_id in segments:
+                self._keep_live(segment_id, keeper)
+
+    def _record_bytes(self, digest: bytes, namespace: _Namespace, slot: ByteArray) -> int:
+        """The size of the record in a slot; 0 where it is none that can be stored."""
         try:
             size = namespace.slot_bytes
             if not usable_slot(slot, size, packed=namespace.packed):
@@ -182,25 +204,32 @@ class MemoryTier(Tier, OwnerCallbacks):
             meta, payload_bytes = parse_header(slot)
         except (RecordError, ValueError):
             self._counters.drop("malformed")
-            return None
+            return 0
         if meta.namespace != digest:
             self._counters.drop("foreign")
-            return None
-        seal(slot)
-        record = slot[: HEADER_BYTES + payload_bytes].copy()
-        if not self._make_room(record.size):
+            return 0
+        if HEADER_BYTES + payload_bytes > self._max_bytes:
             self._counters.drop("full")
-            return None
+            return 0
+        return HEADER_BYTES + payload_bytes
+
+    def _write_one(self, digest: bytes, slot: ByteArray, num_bytes: int) -> Location:
+        self._make_room(num_bytes)
+        seal(slot)
+        record = slot[:num_bytes].copy()
         location = self._append(digest, record)
         self._fresh.add(location)
         self._counters.add("records_written")
-        self._counters.add("useful_bytes", payload_bytes)
+        self._counters.add("useful_bytes", num_bytes - HEADER_BYTES)
         self._counters.add("bytes_written", record.size)
         return location
 
     def _append(self, digest: bytes, record: ByteArray) -> Location:
         segment = self._active.get(digest)
-        if segment is None or segment.num_bytes >= self._max_bytes // _NUM_SEGMENTS:
+        if segment is None or segment.is_full(self._max_bytes // _NUM_SEGMENTS):
+            if segment is not None and not segment.records:  # all that it had has left
+                with self._lock:
+                    del self._segments[segment.segment_id]
             segment = self._active[digest] = _Segment(self._next_id, digest)
             self._next_id += 1
         with self._lock:
@@ -210,12 +239,11 @@ class MemoryTier(Tier, OwnerCallbacks):
             segment.num_bytes += record.size
             self._used_bytes += record.size
             self._segments[segment.segment_id] = segment
-            self._touch(segment)
+            self._segments.move_to_end(segment.segment_id)
         return Location(segment.segment_id, block)
 
-    def _make_room(self, num_bytes: int) -> bool:
-        if num_bytes > self._max_bytes:
-            return False
+    def _make_room(self, num_bytes: int) -> None:
+        """Makes room for records of so many bytes, which are no more than the bound."""
         while self._used_bytes + num_bytes > self._max_bytes:
             if self._free_records(num_bytes):
                 continue
@@ -223,7 +251,6 @@ class MemoryTier(Tier, OwnerCallbacks):
             self._salvage(victim)
             self._drop(victim)
             self._counters.add("segments_dropped")
-        return True
 
     def _free_records(self, num_bytes: int) -> bool:
         """Frees records that are no pages any more; if none, asks for some. True if it freed any.
@@ -233,7 +260,8 @@ class MemoryTier(Tier, OwnerCallbacks):
         keeper, before = self.keeper, self._used_bytes
         if keeper is None:
             return False
-        for give_up in (0, -(-num_bytes // BLOCK_BYTES)):
+        over = before + num_bytes - self._max_bytes
+        for give_up in (0, -(-over // BLOCK_BYTES)):
             if give_up and not keeper.give_up(give_up):
                 return False
             for segment_id in keeper.take_thinned():
@@ -248,9 +276,8 @@ class MemoryTier(Tier, OwnerCallbacks):
             segment = self._segments.get(segment_id)
             if segment is None or live is None:
                 return
-            pages = set(live[0].tolist())
-            for block in list(segment.records):
-                if block not in pages and Location(segment_id, block) not in self._fresh:
+            for block in segment.records.keys() - set(live[0].tolist()):
+                if Location(segment_id, block) not in self._fresh:
                     num_bytes = segment.records.pop(block).size
                     segment.num_bytes -= num_bytes
                     self._used_bytes -= num_bytes
@@ -260,7 +287,7 @@ class MemoryTier(Tier, OwnerCallbacks):
     def _victim(self) -> _Segment:
         """Of the segments used longest ago the one with the fewest pages that are needed soon."""
         with self._lock:
-            oldest = sorted(self._segments.values(), key=lambda each: each.last_used)[:_CHOICE]
+            oldest = list(islice(self._segments.values(), _CHOICE))
         try:
             return min(oldest, key=lambda each: self.num_needed(each.segment_id))
         except Exception:
@@ -320,7 +347,7 @@ class MemoryTier(Tier, OwnerCallbacks):
             record = None
             if namespace is not None and segment is not None and segment.namespace == digest:
                 record = segment.records.get(request.location[1])
-                self._touch(segment)
+                self._segments.move_to_end(segment.segment_id)
         size = namespace.slot_bytes if namespace is not None else 0
         if record is not None and usable_slot(request.out, size):
             request.out[: record.size] = record
@@ -331,10 +358,6 @@ class MemoryTier(Tier, OwnerCallbacks):
         else:
             self._counters.error(result.value)
         return result
-
-    def _touch(self, segment: _Segment) -> None:
-        self._clock += 1
-        segment.last_used = self._clock
 
 
 def _table(found: Sequence[tuple[Location, ByteArray]]) -> RecoveredPages:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_ext.tiers.base import BLOCK_BYTES, PageKeeper, RecoveredPages
+from sglang_ext.tiers.base import BLOCK_BYTES, CopyKeeper, PageKeeper, RecoveredPages
 from sglang_ext.tiers.disk.config import DiskConfig
 from sglang_ext.tiers.disk.counters import Counters
 from sglang_ext.tiers.disk.segments.catalog import Catalog
@@ -53,9 +53,12 @@ class OwnerCallbacks:
             the oldest segments the one with the fewest is dropped.
         keeper: says which records are pages and which of them to give up, so that room is made
             page by page, in place; None: whole segments go.
+        copy_keeper: says which records to have in DRAM as well, where the tier has some there;
+            None: those that were used last. Any thread calls it.
     """
 
     keeper: PageKeeper | None = None
+    copy_keeper: CopyKeeper | None = None
 
     def __init__(self) -> None:
         self.on_drop: Callable[[bytes, int], None] = lambda digest, segment_id: None

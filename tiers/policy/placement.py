@@ -80,12 +80,15 @@ class PlacementPolicy:
         self._generation = np.zeros(num_rows, np.uint32)
         self._names = np.zeros(num_rows, np.uint64)
 
-    def add_tier(self, capacity_pages: int, size_pages: int | None = None) -> TierLists:
+    def add_tier(
+        self, capacity_pages: int, size_pages: int | None = None, *, holds_copies: bool = False
+    ) -> TierLists:
         """Eviction lists over all pages of one tier, for owners without an LRU list of their own.
 
         Args:
             capacity_pages: pages that may lie there; return times are learned for so many.
             size_pages: pages that are sure to find room, of which pins take a share; None: as many.
+            holds_copies: whatever lies there lies in another tier, too, which counts for pins.
 
         Raises:
             ValueError: there are eight already.
@@ -97,7 +100,9 @@ class PlacementPolicy:
         )
         if size_pages is None:
             size_pages = capacity_pages
-        tier = TierLists(shared, 1 << len(self.tiers), capacity_pages, size_pages)
+        tier = TierLists(
+            shared, 1 << len(self.tiers), capacity_pages, size_pages, holds_copies=holds_copies
+        )
         self.tiers.append(tier)
         return tier
 
@@ -416,6 +421,7 @@ def _compile_loops() -> None:
     policy.touched(np.arange(4), 9.0)
     policy.rested(np.arange(4))
     tier.hold_where(np.arange(4), np.zeros(4, np.bool_))
+    tier.spare_where(np.arange(4), np.ones(4, np.bool_))
     tier.next_to_leave(4, 9.0)
     policy.wanted(np.arange(4))
     policy.window(10)

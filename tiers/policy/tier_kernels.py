@@ -39,7 +39,7 @@ _PARKED_A_CALL = 256  # pages of each class, in one call
 
 
 class Lists(NamedTuple):
-    """Columns by row, all owned by `TierLists`; 16 bytes a row.
+    """Columns by row, all owned by `TierLists`; 17 bytes a row.
 
     Attributes:
         state: u8, absent, listed or parked.
@@ -48,6 +48,7 @@ class Lists(NamedTuple):
         next: i32.
         children: i32, pages of the tier whose parent it is.
         held: bool, the owner holds it.
+        spare: bool, whoever waits for it gets it from elsewhere.
         ends: i32[2, lists], the old and the young end of each list.
         mark: i32[lists], where the last page that came among younger ones looked for its place.
         counts: i64[2], pages in the tier, pinned pages in the tier.
@@ -60,6 +61,7 @@ class Lists(NamedTuple):
     next: npt.NDArray[np.int32]
     children: npt.NDArray[np.int32]
     held: npt.NDArray[np.bool_]
+    spare: npt.NDArray[np.bool_]
     ends: npt.NDArray[np.int32]
     mark: npt.NDArray[np.int32]
     counts: npt.NDArray[np.int64]
@@ -69,7 +71,7 @@ class Lists(NamedTuple):
 def new_lists(num_rows: int, num_tenants: int = 1) -> Lists:
     """Lists of an empty tier."""
     i32 = np.int32
-    types = (np.uint8, np.uint16, i32, i32, i32, np.bool_)
+    types = (np.uint8, np.uint16, i32, i32, i32, np.bool_, np.bool_)
     columns: Any = (np.zeros(num_rows, dtype) for dtype in types)
     make: Any = Lists
     ends = np.full((2, num_tenants * NUM_CLASSES), NONE, i32)
@@ -228,6 +230,16 @@ def hold_where(lists: Any, rows: Any, stay: Any, young: bool) -> None:
 
 
 @compiled
+def spare_where(lists: Any, rows: Any, spare: Any, young: bool) -> None:
+    """Sets whether who waits for pages gets them from elsewhere."""
+    for i in range(rows.size):
+        row = rows[i]
+        lists.spare[row] = spare[i]
+        if spare[i]:
+            _settle(lists, row, young)
+
+
+@compiled
 def put_back(lists: Any, pages: Any, rows: Any, young: bool) -> None:
     """Undoes the taking out of pages, given in the order in which they were taken out."""
     for i in range(rows.size - 1, -1, -1):
@@ -334,7 +346,7 @@ def _next_of_list(
     """
     row = lists.ends[end, home]
     while row != NONE:
-        wanted = lookahead and head[row] != NONE
+        wanted = lookahead and head[row] != NONE and not lists.spare[row]
         if lists.children[row] == 0 and not lists.held[row] and not wanted:
             return row
         if budget[home] == 0:

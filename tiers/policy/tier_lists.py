@@ -45,14 +45,17 @@ class TierLists:
     The owner says what enters and leaves; uses and the queue come from the policy. `evict` chooses
     over all pages of the tier. A page leaves before its parent, always; a held page never leaves.
 
-    Not locked: the owner's lock guards it. Memory: 16 bytes a row. It has many methods because both
+    Not locked: the owner's lock guards it. Memory: 17 bytes a row. It has many methods because both
     the tier's owner and the policy tell it what happens.
 
     Attributes:
         return_times: the estimator of this tier and its guard.
     """
 
-    def __init__(self, shared: PolicyState, bit: int, capacity_pages: int, size_pages: int) -> None:
+    def __init__(
+        self, shared: PolicyState, bit: int, capacity_pages: int, size_pages: int,
+        *, holds_copies: bool = False,
+    ) -> None:  # fmt: skip
         self._shared = shared
         self._bit = bit
         shares = shared.config.shares
@@ -60,6 +63,7 @@ class TierLists:
         self._shares = np.array([max(0.0, 1.0 - sum(shares)), *shares])
         self.return_times = ReturnTimes(capacity_pages, shared.order)
         self._capacity_pages, self._size_pages = capacity_pages, size_pages
+        self._holds_copies = holds_copies
 
     def __len__(self) -> int:
         """Pages in the tier."""
@@ -69,8 +73,11 @@ class TierLists:
     def size_pages(self) -> int:
         """Pages that the tier has room for: as many as are sure to find it, or as lie here.
 
-        There are more of the latter where pages are coded, up to the capacity.
+        There are more of the latter where pages are coded, up to the capacity. 0 where what lies
+        here are copies of what lies in another tier.
         """
+        if self._holds_copies:
+            return 0
         return max(self._size_pages, min(len(self), self._capacity_pages))
 
     @property
@@ -88,6 +95,11 @@ class TierLists:
         held: npt.NDArray[np.bool_] = self._lists.held[rows]
         return held
 
+    def spare(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which pages are got from elsewhere; see `spare_where`."""
+        spare: npt.NDArray[np.bool_] = self._lists.spare[rows]
+        return spare
+
     def enter(self, rows: Rows) -> None:
         """Pages are in the tier now; root first, and after `used` where they are new."""
         kernels.enter(self._lists, self._shared.pages, rows)
@@ -100,6 +112,13 @@ class TierLists:
     def hold_where(self, rows: Rows, stay: npt.NDArray[np.bool_]) -> None:
         """Sets for each page whether it is held, in place of what was set before."""
         kernels.hold_where(self._lists, rows, stay, self._young)
+
+    def spare_where(self, rows: Rows, spare: npt.NDArray[np.bool_]) -> None:
+        """Sets for each page whether who waits for it gets it from elsewhere.
+
+        Then it leaves as if nobody waited for it. What enters keeps what was set last.
+        """
+        kernels.spare_where(self._lists, rows, spare, self._young)
 
     def demote(self, rows: Rows) -> int:
         """These pages leave this tier before others that nobody waits for, until they are used.

@@ -31,6 +31,12 @@ class KeySpaces:
                 self._by_number[space.number] = self._by_name[digest, lora] = space
             return space
 
+    def number_of(self, digest: bytes, lora: bytes) -> int | None:
+        """The number of a key space that was asked for before; None for others."""
+        with self._lock:
+            space = self._by_name.get((digest, lora))
+            return None if space is None else space.number
+
     def of(self, number: int) -> KeySpace:
         """A key space by its number."""
         with self._lock:

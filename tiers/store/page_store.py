@@ -33,6 +33,7 @@ from sglang_ext.tiers.store.lookahead import LookAhead
 from sglang_ext.tiers.store.movers.promoter import Promoter
 from sglang_ext.tiers.store.movers.spiller import Spiller
 from sglang_ext.tiers.store.movers.transfer_meter import OnMeasured, TransferMeter
+from sglang_ext.tiers.store.record_copies import RecordCopies
 from sglang_ext.tiers.store.remote.coded_remote import OpenCoded
 from sglang_ext.tiers.store.remote.leaving_pages import LeavingPages
 from sglang_ext.tiers.store.remote.put_share import EVERY_PAGE, PutShare
@@ -163,6 +164,7 @@ class PageStore:
             clock=clock,
             space_of=self._spaces.of,
             disk_floor=transcoder.quality if transcoder is not None and self._packed else 0,
+            copies_bytes=0 if disk is None else disk.copies_bytes,
         )
         self.gate = Gate(self.counters, self.end_load)
         self.lookahead = LookAhead(self._books, policy) if policy is not None else None
@@ -624,3 +626,5 @@ class PageStore:
         disk.is_hot, disk.on_moved, disk.on_drop = is_hot, on_moved, on_drop
         disk.num_needed = pages_on_disk.num_needed
         disk.keeper = pages_on_disk
+        if self._books.table.copies is not None:
+            disk.copy_keeper = RecordCopies(self._books.table, self._spaces.number_of)

@@ -13,6 +13,7 @@ from sglang_ext.tiers.store.books.disk_pages import DiskPages
 from sglang_ext.tiers.store.books.dram_room import DramRoom
 from sglang_ext.tiers.store.books.loads import Loads
 from sglang_ext.tiers.store.books.lookups import Lookups
+from sglang_ext.tiers.store.books.orders.copy_order import CopyOrder
 from sglang_ext.tiers.store.books.orders.disk_order import DiskOrder
 from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
 from sglang_ext.tiers.store.books.page_table import PageTable
@@ -59,6 +60,7 @@ class Books:
         clock: Callable[[], float] = time.monotonic,
         space_of: Callable[[int], KeySpace] | None = None,
         disk_floor: int = Quality.EXACT,
+        copies_bytes: int = 0,
     ) -> None:
         """Makes all parts.
 
@@ -75,6 +77,7 @@ class Books:
             clock: time in seconds, monotonic.
             space_of: finds a key space by its number.
             disk_floor: the best that the disk tier keeps.
+            copies_bytes: of records that the disk tier has in DRAM as well; 0 where it has none.
         """
         looks_ahead = policy is not None
         if policy is None:
@@ -83,9 +86,13 @@ class Books:
         disk_first = has_disk and write_policy in ("write_through", "auto")
         order = DramOrder(arena, index, policy, disk_first=disk_first)
         disk_order = None if disk_pages is None else DiskOrder(index, policy, disk_pages)
+        copies = None
+        if copies_bytes:
+            num_pages = arena.num_slots + (disk_pages or 0)
+            copies = CopyOrder(index, policy, copies_bytes, num_pages * arena.slot_bytes)
         self.table = table = PageTable(
-            arena, index, policy, order=order, disk_order=disk_order, counters=counters,
-            events=events, clock=clock,
+            arena, index, policy, order=order, disk_order=disk_order, copies=copies,
+            counters=counters, events=events, clock=clock,
         )  # fmt: skip
         self.lookups = Lookups(table)
         self.writing = WritePolicy(write_policy, table, has_disk=has_disk)

@@ -18,6 +18,7 @@ from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import NO_SEGMENT, NO_SLOT, PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.store.books.lost_pages import Absence, LostPages
+from sglang_ext.tiers.store.books.orders.copy_order import CopyOrder
 from sglang_ext.tiers.store.books.orders.disk_order import DiskOrder
 from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
 from sglang_ext.tiers.store.books.orders.page_parents import PageParents
@@ -59,6 +60,7 @@ class PageTable:
         policy: what the queue needs, if any of it is known, and what was used when.
         order: what leaves DRAM next.
         disk_order: what leaves the disk next; None without one.
+        copies: what leaves the records that lie in DRAM as well next; None where there are none.
         lineage: which page follows which.
         lost: which pages left the last tier that had them.
         waits: the plans that wait for rows.
@@ -80,6 +82,7 @@ class PageTable:
         *,
         order: DramOrder,
         disk_order: DiskOrder | None,
+        copies: CopyOrder | None = None,
         counters: StoreCounters,
         events: EventLog,
         clock: Callable[[], float] = time.monotonic,
@@ -87,6 +90,7 @@ class PageTable:
         self.lock = threading.Lock()
         self.arena, self.index = arena, index
         self.policy, self.order, self.disk_order = policy, order, disk_order
+        self.copies = copies
         self.parents = PageParents(index.capacity)
         self.lost = LostPages(index.capacity)
         self.waits = PageWaits()
@@ -126,6 +130,8 @@ class PageTable:
             self.order.check()
             if self.disk_order is not None:
                 self.disk_order.check(rows[on_disk])
+            if self.copies is not None:
+                self.copies.check()
 
     def take(self, step: Step, rows: Rows) -> None:
         """Takes a step with some pages."""
@@ -140,6 +146,8 @@ class PageTable:
             self.order.changed(rows)
         if step.tells and self.disk_order is not None:
             self.disk_order.changed(rows)
+        if step.tells and self.copies is not None:
+            self.copies.changed(rows)
 
     # ---- DRAM ----
 
@@ -196,6 +204,8 @@ class PageTable:
         self.index.host_slot[rows] = NO_SLOT
         self.index.quality[rows] = self.index.disk_quality[rows]
         self.take(LEAVE_DRAM, rows)
+        if self.copies is not None:
+            self.copies.changed(rows)
 
     # ---- disk ----
 
@@ -211,6 +221,8 @@ class PageTable:
 
     def move_on_disk(self, rows: Rows, copies: DiskCopies | RecoveredPages) -> None:
         """Pages that are on disk lie elsewhere there now."""
+        if self.copies is not None:
+            self.copies.leave(rows)
         if self.disk_order is not None:
             self.disk_order.lift(rows)
         self._set_place(rows, copies)
@@ -230,6 +242,8 @@ class PageTable:
             return
         if self.disk_order is not None:
             self.disk_order.leave(_distinct(rows))
+        if self.copies is not None:
+            self.copies.leave(rows)
         self.take(TAKE_OFF, rows)
         self.index.segment[rows] = NO_SEGMENT
 
@@ -248,6 +262,8 @@ class PageTable:
         if why is not None:
             self.lost.note(*self.index.keys(live), why)
         self.take_off_disk(live)
+        if self.copies is not None:  # also those that are being written
+            self.copies.leave(live)
         self.parents.forget(live)
         self.policy.forget(live)
         self.num_owed -= _num_owed(self.index.flags, live)

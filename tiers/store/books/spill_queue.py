@@ -134,6 +134,8 @@ class SpillQueue:
             # A page that is lossy in DRAM is no better on disk, however it is coded there.
             quality = np.maximum(copies.quality, self._index.quality[done])
             table.place(done, copies._replace(quality=quality))
+            if table.copies is not None:  # nobody will look for these where they were written
+                table.copies.leave(rows[~stored])
             table.take(DROP_WRITE, rows[same & ~stored])
             table.take(END_SPILL, rows[same])
             table.unpin(entry.slots)

@@ -15,6 +15,7 @@ from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.records.record import (
     HEADER_BYTES,
     ByteArray,
@@ -99,7 +100,7 @@ class Rig:
     def __init__(
         self, folder: Path, transcoder: PageTranscoder | None = None, *, slots: int = 8,
         policy: str = "write_through", max_bytes: int = 64 << 20, direct_io: Any = "auto",
-        below: str = "disk", memory_bytes: int = 64 << 20,
+        below: str = "disk", memory_bytes: int = 64 << 20, lookahead: bool = False,
     ) -> None:  # fmt: skip
         self.folder = folder / "disk"
         self.policy = policy
@@ -112,9 +113,9 @@ class Rig:
             self.disk = CachedDiskTier(DiskTier(config), memory_bytes)
         else:
             self.disk = DiskTier(config)
-        self.store = PageStore(
-            self.arena, PageIndex(4096), self.disk, PageStoreConfig(policy), transcoder
-        )
+        placement = PolicyConfig() if lookahead else None
+        store_config = PageStoreConfig(policy, placement=placement)
+        self.store = PageStore(self.arena, PageIndex(4096), self.disk, store_config, transcoder)
         self.store.connect(self.disk)
         self.found = self.store.open_namespace(DIGEST, {})
         self.space = self.store.space(DIGEST)

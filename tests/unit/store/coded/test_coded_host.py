@@ -13,6 +13,7 @@ from sglang_ext.tiers.base import Location, RecoveredPages
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.records.record import VerifyResult
+from testkit.page_books import PageBooks
 from tests.tiers.tier_pages import (
     NAMESPACE,
     OTHER_NAMESPACE,
@@ -85,6 +86,59 @@ def test_hot_records_move_out_of_a_segment_that_goes() -> None:
         assert read_page(tier, first, 0) is MISSING
 
 
+def test_a_segment_is_no_larger_in_a_larger_memory() -> None:
+    """What a record that leaves costs is the records beside it."""
+    with MemoryTier(3200 * RECORD) as tier:
+        tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+        books = PageBooks(1)
+        books.connect(tier)
+        number, left = 0, []
+        for _ in range(106):
+            numbers = range(number, number + 32)
+            places = tier.write(NAMESPACE, [make_slot(each) for each in numbers])
+            books.add([key(each) for each in numbers], places, [2] * 32)
+            number += 32
+            left += [len(each.records) for each in tier._segments.values()]
+        assert max(left) <= 64
+        assert sum(len(each.records) for each in tier._segments.values()) == len(books.pages)
+        assert tier.stats().used_bytes <= 3200 * RECORD
+        assert tier.stats().segments_dropped == 0
+        for place in list(books.pages)[::100]:
+            (found,) = [n for n in range(number) if key(n) == books.pages[place][0]]
+            assert read_page(tier, place, found) is OK
+
+
+def test_records_that_became_no_pages_give_their_room_back(memory: MemoryTier) -> None:
+    """Nobody speaks of them, so the segments of a call are looked at with the next one."""
+    books = PageBooks(1)
+    books.connect(memory)
+    store(memory, range(32))
+    places = store(memory, range(100, 132))
+    books.add([key(number) for number in range(100, 132)], places, [2] * 32)
+    assert memory.stats().used_bytes == 32 * RECORD
+    places = store(memory, range(200, 232))
+    books.add([key(number) for number in range(200, 232)], places, [2] * 32)
+    assert len(books.pages) == 64
+    assert all(read_page(memory, place, 200 + n) is OK for n, place in enumerate(places))
+    assert memory.stats().used_bytes == 64 * RECORD
+
+
+def test_a_call_larger_than_the_memory_stores_what_fits(memory: MemoryTier) -> None:
+    books = PageBooks(1)
+    books.connect(memory)
+    places = store(memory, range(40))
+    books.add([key(number) for number in range(40)], places, [2] * 40)
+    found = memory.write(NAMESPACE, [make_slot(number) for number in range(100, 200)])
+    there = [n for n, place in enumerate(found) if place is not None]
+    assert len(there) >= 32
+    assert not books.pages
+    for n in there:
+        place = found[n]
+        assert place is not None
+        assert read_page(memory, place, 100 + n) is OK
+    assert memory.stats().used_bytes <= 64 * RECORD
+
+
 def test_a_record_larger_than_the_memory_is_not_stored() -> None:
     with MemoryTier(RECORD - 1) as tier:
         tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
@@ -137,7 +191,9 @@ def test_what_was_read_from_disk_is_in_memory_then(cached: CachedDiskTier) -> No
 
 def test_damage_in_memory_is_mended_from_disk(cached: CachedDiskTier) -> None:
     (location,) = store(cached, [1])
-    cached._records[location][-1] ^= 1
+    copy = cached._copies[location].record
+    assert copy is not None
+    copy[-1] ^= 1
     assert read_page(cached, location, 1) is OK
     assert (cached.num_hits, cached.stats().records_read) == (0, 1)
     assert read_page(cached, location, 1) is OK
