@@ -87,7 +87,7 @@ def options(args: argparse.Namespace, progress: Progress) -> Options:
     """What the command line says of how to run a case."""
     return Options(
         args.quick, progress, model=args.model, text=args.text, trace=args.trace,
-        prefetch_policy=args.prefetch_policy,
+        prefetch_policy=args.prefetch_policy, chunk_tokens=args.chunked_prefill_size,
     )  # fmt: skip
 
 

@@ -19,6 +19,7 @@ from typing import Any
 from bench.core.machine import describe_machine
 from bench.core.output import Progress, Table
 from bench.core.trace_flags import TraceFlags
+from sglang_ext.simulator.types import CHUNK_TOKENS
 from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY
 from testkit.errors import UnexpectedAnswerError
 
@@ -51,6 +52,7 @@ class Options:
         text: a text file for that model.
         trace: a request trace for the case `policies`, with its machine.
         prefetch_policy: of that case's servers.
+        chunk_tokens: alike, their `--chunked-prefill-size`.
     """
 
     quick: bool
@@ -60,6 +62,7 @@ class Options:
     text: Path | None = None
     trace: TraceFlags | None = None
     prefetch_policy: str = DEFAULT_PREFETCH_POLICY
+    chunk_tokens: int = CHUNK_TOKENS
 
 
 @dataclass

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from sglang_ext.settings.config import PREFETCH_POLICIES
+from sglang_ext.simulator.types import CHUNK_TOKENS
 from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY
 
 _NAMES = ("kv_bytes_per_token", "host_gb", "disk_gb", "prefill_tokens_per_s")
@@ -37,6 +38,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         choices=PREFETCH_POLICIES,
         help="policies: as the server's --hier-kv-prefetch-policy (%(default)s)",
     )
+    add_chunk_flag(parser, "policies: ")
     parser.add_argument(
         "--trace",
         type=Path,
@@ -51,6 +53,28 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         ("prefill-tokens-per-s", "N", "speed of the machine (5359)"),
     ):
         parser.add_argument(f"--{name}", type=float, metavar=metavar, help=f"with --trace: {text}")
+
+
+def add_chunk_flag(parser: argparse.ArgumentParser, of: str = "") -> None:
+    """Adds `--chunked-prefill-size`.
+
+    Args:
+        parser: of the command line.
+        of: what the flag's help begins with.
+    """
+    parser.add_argument(
+        "--chunked-prefill-size", type=_tokens, default=CHUNK_TOKENS, metavar="TOKENS",
+        help=f"{of}as SGLang's: of a prompt so many are computed at a time, and saved "
+        "(%(default)s)",
+    )  # fmt: skip
+
+
+def _tokens(text: str) -> int:
+    """A number of tokens, at least one."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be 1 or more tokens, came {number}")
+    return number
 
 
 def parse(parser: argparse.ArgumentParser, args: argparse.Namespace) -> TraceFlags | None:

@@ -27,9 +27,9 @@ from bench.policies.plan import (
     Sizes,
     chat_jobs,
     document_jobs,
+    for_servers,
     session_jobs,
     trace_jobs,
-    with_prefetch_policy,
 )
 from bench.policies.plots import plot_comparisons, plot_models, plot_sweep
 from bench.policies.speed import decisions_per_s
@@ -59,9 +59,10 @@ def run(options: Options) -> Report:
     if options.trace is not None:
         return _run_trace(options, options.trace)
     sizes = QUICK if options.quick else FULL
-    jobs = with_prefetch_policy(
+    jobs = for_servers(
         [*chat_jobs(sizes), *trace_jobs(sizes), *session_jobs(sizes), *document_jobs()],
         options.prefetch_policy,
+        options.chunk_tokens,
     )
     options.progress.stage("policies: simulations")
     results = simulate_all(jobs, options.progress)
@@ -160,7 +161,7 @@ def _run_trace(options: Options, flags: TraceFlags) -> Report:
         Job(name, partial(trace_at, flags.path, limit, factor), system, (*POLICIES, *VARIANTS))
         for name, factor in factors.items()
     ]
-    jobs = with_prefetch_policy(jobs, options.prefetch_policy)
+    jobs = for_servers(jobs, options.prefetch_policy, options.chunk_tokens)
     options.progress.stage("policies: simulations")
     results = simulate_all(jobs, options.progress)
     check_all(jobs, results)

@@ -22,10 +22,11 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
+from bench.core.trace_flags import add_chunk_flag
 from bench.policies.checks import check_all
 from bench.policies.jobs import Figures, Job, simulate
 from bench.policies.order import ORDERS, order_figures
-from bench.policies.plan import DISKS_GB, FULL, QUICK, chat_jobs, with_prefetch_policy
+from bench.policies.plan import DISKS_GB, FULL, QUICK, chat_jobs, for_servers
 from bench.policies.workloads.models import LLAMA_13B, LLAMA_65B
 from sglang_ext.settings.config import PREFETCH_POLICIES
 from sglang_ext.simulator.virtual_store import DEFAULT_PREFETCH_POLICY
@@ -53,13 +54,14 @@ def main(arguments: Sequence[str]) -> None:
         "--prefetch-policy", default=DEFAULT_PREFETCH_POLICY, choices=PREFETCH_POLICIES,
         help="the server's flag",
     )  # fmt: skip
+    add_chunk_flag(parser)
     flags = parser.parse_args(arguments)
     if not 0 < flags.scale <= 1:
         parser.error(f"--scale must be above 0 and at most 1, came {flags.scale:g}")
     jobs = paper_jobs(flags.scale)
     chosen = [
         replace(job, system=replace(job.system, write_policy=flags.write_policy))
-        for job in with_prefetch_policy(jobs, flags.prefetch_policy)
+        for job in for_servers(jobs, flags.prefetch_policy, flags.chunked_prefill_size)
         if flags.only in job.name
     ]
     if not chosen:

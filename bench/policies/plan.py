@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from bench.policies.jobs import POLICIES, VARIANTS, Job
 from bench.policies.workloads.agents import agent_tasks, document_questions, long_document
@@ -83,11 +84,10 @@ FULL = Sizes(1.0, 1.0, CHAT_MODELS, 500, 1200, None)
 QUICK = Sizes(0.0125, 0.15, (LLAMA_13B,), 30, 45, 300, (600.0,), (0.25,), False, (0.2,))
 
 
-def with_prefetch_policy(jobs: Iterable[Job], prefetch_policy: str) -> list[Job]:
-    """The same for servers with `--hier-kv-prefetch-policy`."""
-    return [
-        replace(job, system=replace(job.system, prefetch_policy=prefetch_policy)) for job in jobs
-    ]
+def for_servers(jobs: Iterable[Job], prefetch_policy: str, chunk_tokens: int) -> list[Job]:
+    """The same for servers with `--hier-kv-prefetch-policy` and `--chunked-prefill-size`."""
+    flags: dict[str, Any] = {"prefetch_policy": prefetch_policy, "chunk_tokens": chunk_tokens}
+    return [replace(job, system=replace(job.system, **flags)) for job in jobs]
 
 
 def chat_jobs(sizes: Sizes) -> Iterator[Job]:

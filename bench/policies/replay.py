@@ -37,6 +37,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from bench.core.trace_flags import add_chunk_flag
 from bench.policies.order import RequestOrder, known_ahead, replay_order
 from bench.policies.workloads.agents import agent_tasks, document_questions
 from bench.policies.workloads.bundled import BUNDLED
@@ -47,7 +48,9 @@ from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.hints.handing import hand_on
 from sglang_ext.hints.request_hints import MAX_PIN_S, RequestHints
 from sglang_ext.settings.config import PREFETCH_POLICIES
+from sglang_ext.simulator.prefill import ChunkedPrefill, chunks_of
 from sglang_ext.simulator.trace import BLOCK_TOKENS, Line, read_trace
+from sglang_ext.simulator.types import CHUNK_TOKENS
 from sglang_ext.simulator.virtual_store import (
     DEFAULT_PREFETCH_POLICY,
     Ids,
@@ -59,7 +62,7 @@ from sglang_ext.simulator.virtual_store import (
 from sglang_ext.tiers.coded_host import CachedDiskTier
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store import DEFAULT_POLICY
-from sglang_ext.tiers.store.types import Hashes
+from sglang_ext.tiers.store.types import Hashes, LoadTicket
 
 SHARES = (0.05, 0.2, 0.5)
 KNOWN = (50, 400, 0)
@@ -135,6 +138,7 @@ class Replay:
         prefill_s: seconds of each request.
         progress: called with one line every 500 requests.
         hints: what each request says; None: nobody says anything.
+        chunk_tokens: most of a prompt that are computed at once, and saved.
     """
 
     def __init__(
@@ -144,7 +148,9 @@ class Replay:
         prefill_s: Sequence[float],
         progress: Callable[[str], None] | None = None,
         hints: Sequence[RequestHints | None] | None = None,
+        chunk_tokens: int = CHUNK_TOKENS,
     ) -> None:
+        self._chunk_tokens = chunk_tokens
         self._hints = hints
         self._paths = paths
         self._progress = progress
@@ -212,19 +218,30 @@ class Replay:
         room.leave(number, admitted=True)
         del self._hashes[number]
         self._fetch_ahead(server)
-        server.forwards.begin_prefill(len(hashes) * server.page_tokens, 0)
-        server.clock.now_s += self._prefill_s[number]
-        server.forwards.end_prefill()
-        store.release(ticket.slots)
-        num_hits = len(ticket.rows)
-        server.save(hashes, num_hits)
+        self._compute(server, number, hashes, ticket)
         if store.lookahead is not None:
             store.lookahead.used(server.space, hashes, self._arrived_s.pop(number))
             said = None if self._hints is None else self._hints[number]
             if said is not None:
                 hand_on(store.lookahead, server.space, hashes, 0, said)
         self._fetch_ahead(server)
-        return early, num_hits
+        return early, len(ticket.rows)
+
+    def _compute(self, server: ServerStore, number: int, hashes: Hashes, loads: LoadTicket) -> None:
+        """A request is computed behind what it loads; its answer takes what it spares of its time.
+
+        So the next request comes at the same time, whatever this one could reuse.
+        """
+        size, end_s = server.page_tokens, server.clock.now_s + self._prefill_s[number]
+        tokens, order = len(hashes) * size, list(self._hashes)
+        chunks = chunks_of(tokens, len(loads.rows) * size, self._chunk_tokens, size)
+        token_s = self._prefill_s[number] / tokens
+        prefill = ChunkedPrefill(server, hashes, loads, chunks)
+        for took_s in prefill.run(0.0, [token_s * each.num_tokens for each in chunks]):
+            server.clock.now_s += took_s
+            server.executor.run_due()
+            server.room.step(order)
+        server.clock.now_s = max(server.clock.now_s, end_s)
 
     def _fetch_ahead(self, server: ServerStore) -> None:
         """What the scheduler's steps and the disk do while the device computes."""
@@ -313,6 +330,7 @@ def rows(
     paths: Sequence[Ids], prefill_s: Sequence[float], share: float, known: Sequence[int],
     page_bytes: int, write_policy: str = DEFAULT_POLICY, hints: Sequence[str] = (), seed: int = 7,
     *, queue_only: bool = False, prefetch_policy: str = DEFAULT_PREFETCH_POLICY,
+    chunk_tokens: int = CHUNK_TOKENS,
 ) -> Iterator[tuple[str, str]]:  # fmt: skip
     """Names and figures of one capacity, a share of the footprint."""
     footprint = len(np.unique(np.concatenate(paths)))
@@ -338,7 +356,8 @@ def rows(
             runs.append((f"on, {kind} hints", config, request_hints(times, kind, seed)))
         for label, placement, said in runs:
             with virtual_store(sizes, placement, write_policy, prefetch_policy) as server:
-                done = Replay(paths, num or len(paths), prefill_s, _tell, said).run(server)
+                replay = Replay(paths, num or len(paths), prefill_s, _tell, said, chunk_tokens)
+                done = replay.run(server)
             written = done.writes.all / max(done.new, 1)
             figures = f"hits {done.hit_share:.3f}, in DRAM {done.early_share:.3f}"
             figures += f", written {written:.3f}, a hit {done.written_per_hit:.2f}"
@@ -404,6 +423,7 @@ def main(arguments: Sequence[str]) -> None:
         "--prefetch-policy", default=DEFAULT_PREFETCH_POLICY, choices=PREFETCH_POLICIES,
         help="the server's flag",
     )  # fmt: skip
+    add_chunk_flag(parser)
     parser.add_argument(
         "--hints", nargs="+", default=(), choices=HINTS, help="clients say when chats come back"
     )
@@ -442,6 +462,7 @@ def main(arguments: Sequence[str]) -> None:
             flags.seed,
             queue_only=flags.queue_only,
             prefetch_policy=flags.prefetch_policy,
+            chunk_tokens=flags.chunked_prefill_size,
         ):
             print(f"{name:42} {figures}", flush=True)
 

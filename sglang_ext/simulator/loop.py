@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+from sglang_ext.simulator.prefill import chunks_of
 from sglang_ext.simulator.requests import Store
 from sglang_ext.simulator.source import Source
 from sglang_ext.simulator.tally import Tally
@@ -57,7 +58,9 @@ class Simulator:
         self._order: list[int] = []  # numbers of what waits
         self._changed = False  # the queue, or what is stored, since the scheduler's last step
         self._running: list[tuple[float, int, Request]] = []  # by `_decoded_s` of the end
-        self._prefill: tuple[float, Request] | None = None
+        self._prefill: Request | None = None
+        self._prefill_steps: Iterator[float] = iter(())
+        self._prefill_step_s = math.inf  # when the next of them is due
         self._head: tuple[int, int] | None = None  # number, and pages in DRAM at its turn
         self._idle_from_s: float | None = None  # since then all that wait are held
         self._num_polls = 0  # since then
@@ -99,9 +102,9 @@ class Simulator:
     def _next_s(self) -> float:
         """When something happens next."""
         arrival_s = self._arrivals[0][0] if self._arrivals else math.inf
-        prefill_s = self._prefill[0] if self._prefill else math.inf
         poll_s = self.now_s + _POLL_S if self._idle_from_s is not None else math.inf
-        return min(arrival_s, prefill_s, self._answer_s(), self.store.next_s(), poll_s)
+        times_s = (arrival_s, self._prefill_step_s, self._answer_s(), self.store.next_s(), poll_s)
+        return min(times_s)
 
     def _advance(self, to_s: float) -> None:
         spent_s = to_s - self.now_s
@@ -121,8 +124,8 @@ class Simulator:
     def _do_due(self) -> None:
         """One thing that is due now, and whatever the disk has done."""
         self.store.run_due()
-        if self._prefill and self._prefill[0] <= self.now_s:
-            self._end_prefill(self._prefill[1])
+        if self._prefill and self._prefill_step_s <= self.now_s:
+            self._go_on_with_prefill(self._prefill)
         elif self._answer_s() <= self.now_s:
             self._end_answer(heapq.heappop(self._running)[2])
         elif self._arrivals and self._arrivals[0][0] <= self.now_s:
@@ -135,11 +138,20 @@ class Simulator:
         self.store.arrive(request)
         self._changed = True
 
+    def _go_on_with_prefill(self, request: Request) -> None:
+        """A step of it: a chunk of the prompt ends, or begins."""
+        took_s = next(self._prefill_steps, None)
+        if took_s is None:
+            self._prefill_step_s = math.inf
+            self._end_prefill(request)
+        else:
+            self._prefill_step_s = self.now_s + took_s
+            self._changed = True
+
     def _end_prefill(self, request: Request) -> None:
         self._prefill = None
         self.store.prefilled(request)
         self._tally.first_token(request, self.now_s)
-        self.store.save_prompt(request)
         self._saved.append(request.number)
         end_s = self._decoded_s + request.output_tokens / self._system.decode_tokens_per_s
         heapq.heappush(self._running, (end_s, request.number, request))
@@ -200,9 +212,11 @@ class Simulator:
     def _start_prefill(self, request: Request, hits: int) -> None:
         system = self._system
         reused = self._tally.reused_tokens_of(request, hits)
-        compute_s = (request.prompt_tokens - reused) / system.prefill_tokens_per_s
+        chunks = chunks_of(request.prompt_tokens, reused, system.chunk_tokens, system.page_tokens)
         load_s = hits * system.page_bytes / (system.dram_gb_s * 1e9)
-        took_s = max(compute_s, load_s) if system.overlap_load else compute_s + load_s
-        self._tally.prefilled(request, took_s)
-        self.store.prefills(request, reused, load_s)
-        self._prefill = (self.now_s + took_s, request)
+        first_s, *others_s = (each.num_tokens / system.prefill_tokens_per_s for each in chunks)
+        first_s = max(first_s, load_s) if system.overlap_load else first_s + load_s
+        self._tally.prefilled(request, first_s + sum(others_s))
+        self._prefill = request
+        self._prefill_steps = self.store.prefill(request, chunks, load_s, [first_s, *others_s])
+        self._go_on_with_prefill(request)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from sglang_ext.admission.waiting_request import ReusablePrefix
+from sglang_ext.simulator.prefill import Chunk, ChunkedPrefill
 from sglang_ext.simulator.types import Ids, Request, System
 from sglang_ext.simulator.virtual_store import ServerStore, StoreSizes, page_hashes, virtual_store
 from sglang_ext.tiers.policy import PolicyConfig
@@ -45,8 +46,7 @@ class Store:
         self._step_s = 1 / system.decode_tokens_per_s
         self._seen = np.zeros(num_pages, np.bool_)
         self._prompts: dict[int, Hashes] = {}  # of what waits
-        self._loads: dict[int, LoadTicket] = {}  # of what runs
-        self._num_offered: dict[int, int] = {}  # leading pages that need not be offered again
+        self._loads: dict[int, LoadTicket] = {}  # of what is about to be prefilled
 
     # ---- time ----
 
@@ -111,43 +111,39 @@ class Store:
         ticket = server.pin_worth(request.number, hashes)
         server.room.leave(request.number, admitted=True)
         self._loads[request.number] = ticket
-        self._num_offered[request.number] = len(ticket.rows)
         return len(ticket.rows)
 
-    def prefills(self, request: Request, reused_tokens: int, load_s: float) -> None:
-        """The prefill of an admitted request begins; its loads from DRAM take so many seconds."""
-        if self.server is not None:
-            self.server.forwards.begin_prefill(
-                request.prompt_tokens - reused_tokens, reused_tokens,
-                len(self._loads[request.number].rows), load_s,
-            )  # fmt: skip
+    def prefill(
+        self, request: Request, chunks: Sequence[Chunk], load_s: float, chunk_s: Sequence[float]
+    ) -> Iterator[float]:
+        """The prefill of an admitted request, by its steps; see `ChunkedPrefill.run`.
+
+        Args:
+            request: the request.
+            chunks: that it is computed in.
+            load_s: that its loads from DRAM take, of the first chunk's time.
+            chunk_s: that each chunk takes.
+        """
+        if self.server is None:
+            return iter([sum(chunk_s)])
+        hashes, loads = self._whole_pages(request), self._loads.pop(request.number)
+        return ChunkedPrefill(self.server, hashes, loads, chunks).run(load_s, chunk_s)
 
     def prefilled(self, request: Request) -> None:
-        """Its pages are on the device."""
-        if self.server is not None:
-            self.server.forwards.end_prefill()
-            self.server.store.release(self._loads.pop(request.number).slots)
+        """The pages of its prompt are complete, and saved."""
+        self._seen[request.stored_ids] = True
 
     def decoded(self) -> None:
         """Others have decoded up to now."""
         if self.server is not None:
             self.server.forwards.decoded(self._step_s)
 
-    def save_prompt(self, request: Request) -> None:
-        """The pages of its prompt are complete."""
-        self._seen[request.stored_ids] = True
-        if self.server is None:
-            return
-        hashes = self._whole_pages(request)
-        self.server.save(hashes, self._num_offered[request.number])
-        self._num_offered[request.number] = len(hashes)
-
     def save_answer(self, request: Request) -> None:
         """The pages of its answer are, too."""
         if self.server is None:
             return
         server, hashes = self.server, page_hashes(request.stored_ids)
-        num_offered = self._num_offered.pop(request.number)
+        num_offered = len(self._whole_pages(request))
         if num_offered < len(hashes):
             server.save(hashes, num_offered)
         if server.store.lookahead is not None and len(hashes):

@@ -13,6 +13,8 @@ from sglang_ext.tiers.store import DEFAULT_POLICY
 
 Ids = npt.NDArray[np.int64]
 DRAM_GB_S = 26.0  # the paper's
+CHUNK_TOKENS = 8192
+"""SGLang's `--chunked-prefill-size` of GPUs of 60 to 90 GB; larger ones have up to twice that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,8 @@ class System:
             behind the cut is computed anew.
         truncation_ratio: share of the window that an overflow drops, oldest first.
         overlap_load: a load from DRAM runs beside the prefill, layer by layer; otherwise before it.
+        chunk_tokens: most tokens of a prompt that are computed at once, and saved, as SGLang's
+            `--chunked-prefill-size` has it.
         write_policy: when pages are written to disk, as `--hier-kv-write-policy` has it.
         prefetch_policy: what requests load and wait for, as `--hier-kv-prefetch-policy` has it.
     """
@@ -104,13 +108,14 @@ class System:
     truncation: bool = True
     truncation_ratio: float = 0.5
     overlap_load: bool = True
+    chunk_tokens: int = CHUNK_TOKENS
     write_policy: str = DEFAULT_POLICY
     prefetch_policy: str = HierKVConfig.prefetch_policy
 
     def __post_init__(self) -> None:
         for name in (
             "page_tokens", "kv_bytes_per_token", "prefill_tokens_per_s", "decode_tokens_per_s",
-            "dram_gb_s", "disk_gb_s", "disk_write_gb_s", "batch", "context_window",
+            "dram_gb_s", "disk_gb_s", "disk_write_gb_s", "batch", "context_window", "chunk_tokens",
         ):  # fmt: skip
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")

@@ -275,8 +275,8 @@ class ServerStore:
         self.store.begin_load(self.space, ticket, hashes[: len(ticket.rows)])
         return ticket
 
-    def save(self, hashes: Hashes, num_offered: int) -> SaveTicket:
-        """Saves the pages of a path behind the first `num_offered`, which were offered before.
+    def begin_save(self, hashes: Hashes, num_offered: int) -> SaveTicket:
+        """Takes slots for the pages of a path behind the first `num_offered`, offered before.
 
         From the first of these on that is stored no more, as the server does.
         """
@@ -288,8 +288,15 @@ class ServerStore:
                 hashes[num_stored + page].tobytes(), _DIGEST, b"", num_stored + page, 1, "pre"
             )
             write_meta(slots[slot], meta, 0)
-        self.store.finish_save(ticket, ok=True)
         return ticket
+
+    def end_save(self, ticket: SaveTicket) -> None:
+        """Publishes the pages of a save, which are complete now."""
+        self.store.finish_save(ticket, ok=True)
+
+    def save(self, hashes: Hashes, num_offered: int) -> None:
+        """Saves pages at once; see `begin_save`."""
+        self.end_save(self.begin_save(hashes, num_offered))
 
     def close(self) -> None:
         """Gives everything back."""

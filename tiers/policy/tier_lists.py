@@ -257,6 +257,26 @@ class TierLists:
             needed[places >= 0] = -places[places >= 0]
         return needed, scores
 
+    def with_what_leads(self, rows: Rows, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Those of some pages that are chosen, or that lead to such or to pages that lie here.
+
+        Args:
+            rows: i64 `[N]`, none twice.
+            chosen: bool `[N]`.
+        """
+        pages, num = self._shared.pages, len(rows)
+        leads = np.append(chosen | (self._lists.children[rows] > 0), False)
+        order = np.argsort(rows)
+        parents = np.where(pages.known[rows] != 0, pages.parent[rows], -1)
+        place = np.minimum(np.searchsorted(rows, parents, sorter=order), num - 1)
+        above = np.where(rows[order[place]] == parents, order[place], num)  # `num`: not among them
+        above = np.append(above, num)
+        for _ in range(num.bit_length()):  # each time over twice as many pages
+            leads[above[leads]] = True
+            above = above[above]
+        result: npt.NDArray[np.bool_] = leads[:num]
+        return result
+
     # ---- called by the policy ----
 
     def used(self, path: Rows, old_parents: npt.NDArray[np.int32]) -> None:

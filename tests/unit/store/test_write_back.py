@@ -274,6 +274,25 @@ def test_beside_a_disk_smaller_than_dram_each_page_counts_once_as_new(
     assert done.counters["written_pages"] - again <= done.new
 
 
+def test_what_leads_to_pages_on_disk_is_written_whatever_it_is_worth(make: Make) -> None:
+    """Refused, it would be lost with DRAM, and nobody could find what the disk has behind it."""
+    rig, chats = _full(make)
+    books, path = rig.books, pages("path", 6)
+    _save(rig, path, settles=False)
+    slots, index = _hold(rig, path), books.table.index
+    rows = index.lookup(path, rig.space.number)
+    with books.table.lock:
+        books.spills.queue(rig.space, rows[4:])
+    rig.until(lambda: bool((_flags(rig, path)[4:] & ON_DISK).all()))
+    assert not (_flags(rig, path)[:4] & ON_DISK).any()
+    for number, chat in enumerate(chats):  # all else on disk is worth more
+        _expect(rig, f"soon{number}", chat)
+    with books.table.lock:
+        admitted = books.disk.admits(rows[:4])  # there are two pages that are worth no more
+    assert admitted is None or admitted.all()
+    rig.store.release(slots)
+
+
 @pytest.mark.parametrize("policy", ["write_through", "write_back", "auto"])
 def test_a_cleared_disk_takes_what_comes(make: Make, policy: str) -> None:
     """It chose while it was full of pages that somebody waited for; it has room now."""

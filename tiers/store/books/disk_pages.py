@@ -181,7 +181,12 @@ class DiskPages:
         return self._outweigh(order, rows)
 
     def _outweigh(self, order: DiskOrder, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which of these pages are worth more than the disk pages that they would replace."""
+        """Which of these pages are worth more than the disk pages that they would replace.
+
+        And those that lead to these or to pages on disk, whatever they are worth themselves:
+        without them DRAM would lose what leads there, and the others would take room for nothing.
+        They take that of a page behind them, at the latest, which nobody needs sooner.
+        """
         num, spare, now_s = len(rows), 0, self._table.now_s()
         if self._duplicates is not None and self._has_spare:
             spare = self._duplicates.count(min(num, self._writing.num_to_give_up))
@@ -194,7 +199,7 @@ class DiskPages:
         admitted[rivals] = order.outweigh(
             rows[rivals], displaced, now_s, by_score=self._writing.back
         )
-        return admitted
+        return admitted if admitted.all() else order.with_what_leads(rows, admitted)
 
     @property
     def _has_spare(self) -> bool:

@@ -125,6 +125,10 @@ class DiskOrder:
             result = np.where(within == within2, result, within)
         return result
 
+    def with_what_leads(self, rows: Rows, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+        """Those of some pages that are chosen, or lead to such or to pages on disk."""
+        return self._lists.with_what_leads(rows, chosen)
+
     def rows_of(self, segment: int) -> Rows:
         """Rows of the pages in a segment."""
         return self._segments.rows(segment)
