@@ -69,6 +69,7 @@ def outside_disaggregation(
         ),
         *adapters_and_sessions(read),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
+        _of_coded_drafts(algorithm, config),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         (
@@ -87,6 +88,13 @@ def outside_disaggregation(
     if mode == DECODE:
         found += _outside_decoding(read)
     yield from outside(found, f"with --disaggregation-mode {mode}")
+
+
+def _of_coded_drafts(algorithm: str | None, config: HierKVConfig) -> tuple[str, str]:
+    """What is expected and what came of codecs where a draft model's KV is handed over, too."""
+    if algorithm is None:
+        return "--hier-kv-codec none", ""
+    return f"--hier-kv-codec none with --speculative-algorithm {algorithm}", config.codec
 
 
 def _outside_decoding(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.indexed import KIND as INDEXED
+from sglang_ext.settings.lossless import lossy_codec
 from sglang_ext.settings.untried import adapters_and_sessions, has_attention_dp, on, outside
 
 NGRAM = "NGRAM"
@@ -55,7 +56,7 @@ def outside_speculation(
             ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
-            ("--hier-kv-codec none", config.codec or "none"),
+            ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
         ]
     else:
         if kind not in ("mha", "mla"):
