@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.settings.lossless import lossy_codec
+from sglang_ext.settings.lossless import any_codec, lossy_codec
 from sglang_ext.settings.model_kinds import STATE_KINDS
 from sglang_ext.settings.untried import adapters_and_sessions, on, outside
 from sglang_ext.settings.values import NO, YES
@@ -92,9 +92,8 @@ def outside_disaggregation(
 
 def _of_coded_drafts(algorithm: str | None, config: HierKVConfig) -> tuple[str, str]:
     """What is expected and what came of codecs where a draft model's KV is handed over, too."""
-    if algorithm is None:
-        return "--hier-kv-codec none", ""
-    return f"--hier-kv-codec none with --speculative-algorithm {algorithm}", config.codec
+    found = "" if algorithm is None else any_codec(config)
+    return f"--hier-kv-codec none with --speculative-algorithm {algorithm}", found
 
 
 def _outside_decoding(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.indexed import KIND as INDEXED
-from sglang_ext.settings.lossless import lossy_codec
+from sglang_ext.settings.lossless import any_codec, lossy_codec
 from sglang_ext.settings.untried import adapters_and_sessions, has_attention_dp, on, outside
 
 NGRAM = "NGRAM"
@@ -43,7 +43,7 @@ def outside_speculation(
         return
     found = [
         *adapters_and_sessions(read),
-        ("--hier-kv-truncation off", config.truncation),
+        _of_truncation(algorithm, config),
         ("--hier-kv-tree-core python", config.tree_core),
         _of_branches(read),
         ("no --speculative-adaptive", on(read("speculative_adaptive"))),
@@ -56,13 +56,35 @@ def outside_speculation(
             ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
-            ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
+            *_outside_codecs(read, config, kind),
         ]
     else:
         if kind not in ("mha", "mla"):
             found.append(("full attention in every layer", "a model with other layers"))
         found += _outside_masks(read, kind)
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
+
+
+def _of_truncation(algorithm: str, config: HierKVConfig) -> tuple[str, str]:
+    """What is expected and what came of prompts that are cut.
+
+    A draft's rows are at the position that they were computed at, so nothing is found by content.
+    """
+    if algorithm == NGRAM:
+        return "--hier-kv-truncation off", config.truncation
+    found = "" if config.truncation == "off" else config.truncation
+    return "--hier-kv-truncation off or overflow", found
+
+
+def _outside_codecs(
+    read: Callable[[str], Any], config: HierKVConfig, kind: str
+) -> Iterator[tuple[str, Any]]:
+    """Codecs, and ways to use them, that were not tried with a draft's layers in a page."""
+    codec = "a --hier-kv-codec that loses nothing"
+    yield f"{codec}, or hier" if kind == "mha" else codec, lossy_codec(config)
+    with_groups = "--hier-kv-codec none (with data parallel attention)"
+    yield with_groups, any_codec(config) if has_attention_dp(read) else ""
+    yield "--hier-kv-slo-ms 0", f"{config.slo_ms:g}"
 
 
 def outside_chains(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
