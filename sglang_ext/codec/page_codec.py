@@ -53,14 +53,14 @@ class _Parts(NamedTuple):
     """Where the parts of a coded payload lie: the tail comes behind its length.
 
     Attributes:
-        index: where rows of an index begin, and the tail ends.
-        draft: where the stream of a draft's planes begins.
-        stream: where that of the model's planes begins.
+        index_at: where rows of an index begin, and the tail ends.
+        draft_at: where the stream of a draft's planes begins.
+        stream_at: where that of the model's planes begins.
     """
 
-    index: int
-    draft: int
-    stream: int
+    index_at: int
+    draft_at: int
+    stream_at: int
 
 
 class PageCodec(PageTranscoder):
@@ -173,18 +173,18 @@ class PageCodec(PageTranscoder):
             return False
         planes = self._shape.own.take(out_slot)
         try:
-            codec.decode(payload[parts.stream :].data, planes)
-            self._decode_draft(payload[parts.draft : parts.stream], out_slot)
+            codec.decode(payload[parts.stream_at :].data, planes)
+            self._decode_draft(payload[parts.draft_at : parts.stream_at], out_slot)
         except CodecError as error:
             logger.debug("hier-kv: page %s is not decoded: %s", meta.page_hash.hex(), error)
             return False
         self._shape.own.put(planes, out_slot)
-        self._shape.put_index(payload[parts.index : parts.draft], out_slot)
+        self._shape.put_index(payload[parts.index_at : parts.draft_at], out_slot)
         for gap in layout.gaps:  # else bytes of whatever page had the slot before
             out_slot[gap] = 0
-        tail_bytes = parts.index - TAIL_LENGTH.size
+        tail_bytes = parts.index_at - TAIL_LENGTH.size
         tail_end = layout.tail_offset + tail_bytes
-        out_slot[layout.tail_offset : tail_end] = payload[TAIL_LENGTH.size : parts.index]
+        out_slot[layout.tail_offset : tail_end] = payload[TAIL_LENGTH.size : parts.index_at]
         write_meta(out_slot, raw_header(meta), tail_end - HEADER_BYTES)
         self._count("pages_decoded")
         return self._has_sound_tail(out_slot, tail_bytes)

@@ -61,7 +61,7 @@ class RemotePageCodec(PageCodec, RemoteCodec):
         parts = self.parts(record[HEADER_BYTES:end])
         if parts is None:
             raise CodecError("a record without a stream has no levels")
-        stream_at = HEADER_BYTES + parts.stream
+        stream_at = HEADER_BYTES + parts.stream_at
         header = read_header(record[stream_at:end].data)
         levels = range(header.first_level, header.last_level + 1)
         ends = [stream_at + header.prefix_bytes(level) for level in levels]

@@ -95,7 +95,7 @@ def _stream(codec: PageCodec, record: U8) -> bytes:
     payload = record[HEADER_BYTES : HEADER_BYTES + parse_header(record)[1]]
     parts = codec.parts(payload)
     assert parts is not None
-    return payload[parts.stream :].tobytes()
+    return payload[parts.stream_at :].tobytes()
 
 
 def test_every_level_of_a_stream_in_levels_has_the_drafts_layers(tmp_path: Path) -> None:
@@ -130,7 +130,7 @@ def test_a_damaged_draft_is_no_page(codec_id: str, tmp_path: Path) -> None:
     meta, num_bytes = parse_header(record)
     parts = codec.parts(record[HEADER_BYTES : HEADER_BYTES + num_bytes])
     assert parts is not None
-    at, end = HEADER_BYTES + parts.draft, HEADER_BYTES + parts.stream
+    at, end = HEADER_BYTES + parts.draft_at, HEADER_BYTES + parts.stream_at
     rng, refused = np.random.default_rng(5), 0
     for number in range(100):
         bad = record.copy()
@@ -142,8 +142,14 @@ def test_a_damaged_draft_is_no_page(codec_id: str, tmp_path: Path) -> None:
         assert (out[-64:] == 0x5A).all()
     assert refused == 100
     (tail_bytes,) = TAIL_LENGTH.unpack_from(record.data, HEADER_BYTES)
-    assert parts.draft == TAIL_LENGTH.size + tail_bytes
-    for length in (parts.draft, parts.draft + 3, parts.draft + 4, parts.stream - 1, parts.stream):
+    assert parts.draft_at == TAIL_LENGTH.size + tail_bytes
+    for length in (
+        parts.draft_at,
+        parts.draft_at + 3,
+        parts.draft_at + 4,
+        parts.stream_at - 1,
+        parts.stream_at,
+    ):
         cut = record[: HEADER_BYTES + length].copy()
         write_meta(cut, meta, length)
         assert not codec.decode(cut, np.empty(layout.slot_bytes, np.uint8))
