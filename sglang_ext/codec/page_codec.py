@@ -113,7 +113,8 @@ class PageCodec(PageTranscoder):
         self._draft_codec: Codec | None = None
         if shape.draft is not None:
             self._draft_codec = create_codec(_DRAFT_CODEC, dtype=shape.dtype)
-            _try_codec(self._draft_codec, shape.draft, None)
+            if self.encodes:
+                _try_codec(self._draft_codec, shape.draft, None)
         if self.encodes:
             self._prepare(learned)
 
