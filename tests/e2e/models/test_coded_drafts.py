@@ -19,7 +19,7 @@ import pytest
 
 from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.eagle import write_eagle3_config, write_eagle_draft
-from testkit.drafts.nextn import write_nextn_model
+from testkit.drafts.nextn import NEXTN, write_nextn_model
 from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
 from testkit.workload import ASSETS
@@ -53,11 +53,12 @@ class Kind:
     """Servers of one kind of model and draft, each with a folder of its own and one store."""
 
     def __init__(self, name: str, folder: Path, codec: str) -> None:
-        self.folder, self.is_latent = folder, name in LATENT
+        self.folder = folder
+        (folder / "store").mkdir()
         self._model = TINYLM
-        if self.is_latent:
+        if name in LATENT:
             self._model = write_nextn_model(folder / "model", name)
-            self._args = latent.BASE
+            self._args = [*speculation.BASE, *NEXTN, "--max-running-requests", "6"]
             self.lengths = latent.LENGTHS
         else:
             drafts = {
@@ -67,9 +68,9 @@ class Kind:
             }
             path = drafts[name.removesuffix("-in-fp8")]()
             args = speculation.args_of(name, {name.removesuffix("-in-fp8"): path})
-            self._args = [*speculation.BASE, "--enable-hier-kv", *WAITING, *args]
+            self._args = [*speculation.BASE, *args]
             self.lengths = speculation.LENGTHS
-        self._args = [*self._args, "--hier-kv-codec", codec]
+        self._args += ["--enable-hier-kv", *WAITING, "--hier-kv-codec", codec]
         self._args += ["--hier-kv-remote-url", f"file://{folder}/store"]
 
     def server(self, name: str, *more: str, disk: bool = True, mib: float = 400) -> Server:
