@@ -22,7 +22,7 @@ from bench.core.stats import median
 from bench.stream.content import HEAD_DIM, NUM_CHANNELS, NUM_LAYERS, NUM_PLANES, Content
 from bench.stream.links import GBPS
 from sglang_ext.codec import create_codec
-from sglang_ext.codec.page_codec import CodedShape
+from sglang_ext.codec.coded_shape import CodedShape
 from sglang_ext.coded_remote.coded import coded_pages
 from sglang_ext.coded_remote.remote_codec import RemotePageCodec
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_PRE, PageLayout, write_tail

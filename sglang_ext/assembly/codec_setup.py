@@ -14,7 +14,8 @@ import torch
 from sglang_ext.assembly.key_setup import file_keys
 from sglang_ext.codec.base import CodecError, LearnedKind
 from sglang_ext.codec.calibration.profile_paths import find_profile
-from sglang_ext.codec.page_codec import CodedShape, PageCodec, parse_level
+from sglang_ext.codec.coded_shape import CodedShape
+from sglang_ext.codec.page_codec import PageCodec, parse_level
 from sglang_ext.codec.registry import kind_of
 from sglang_ext.coded_remote.remote_codec import RemotePageCodec
 from sglang_ext.device.layout import PageLayout
@@ -82,6 +83,7 @@ def build_page_codec(
     place: RankPlace,
     *,
     has_states: bool = False,
+    num_draft_layers: int = 0,
 ) -> PageCodec | None:
     """The codec of records; None where none are kept, or where codecs cannot see the pool.
 
@@ -96,6 +98,7 @@ def build_page_codec(
             calibrated profile may lie in the model's folder or the cache folder.
         place: this rank's; of a calibrated profile it takes what is of its own heads.
         has_states: parts of states lie in slots of such pages.
+        num_draft_layers: how many of the pool's layers, the last ones, are a draft model's.
 
     Raises:
         HierKVConfigError: codec, level or profile cannot be had with this model; one sentence.
@@ -105,7 +108,7 @@ def build_page_codec(
     (codec_id, level, named), _ = _chosen(config)
     is_coded = codec_id != "none"
     with _or_refused(named) if is_coded else suppress(CodecError, OSError):
-        shape = _shape(pool, layout, kv_dtype, has_states=has_states)
+        shape = _shape(pool, layout, kv_dtype, num_draft_layers, has_states=has_states)
         return PageCodec(
             shape,
             codec_id,
@@ -124,6 +127,7 @@ def build_remote_codec(
     place: RankPlace,
     *,
     has_states: bool = False,
+    num_draft_layers: int = 0,
 ) -> RemotePageCodec | None:
     """The codec of the remote store; None where pages travel raw.
 
@@ -136,7 +140,7 @@ def build_remote_codec(
     if codec_id == "none":
         return None
     with _or_refused(named):
-        shape = _shape(pool, layout, kv_dtype, has_states=has_states)
+        shape = _shape(pool, layout, kv_dtype, num_draft_layers, has_states=has_states)
         return RemotePageCodec(
             shape,
             codec_id,
@@ -196,7 +200,12 @@ def _or_refused(named: str) -> Iterator[None]:
 
 
 def _shape(
-    pool: DevicePool, layout: PageLayout, kv_dtype: torch.dtype, *, has_states: bool
+    pool: DevicePool,
+    layout: PageLayout,
+    kv_dtype: torch.dtype,
+    num_draft_layers: int,
+    *,
+    has_states: bool,
 ) -> CodedShape:
     name = DTYPE_NAMES.get(kv_dtype)
     if name is None:
@@ -207,7 +216,7 @@ def _shape(
             f"codecs need pages without bytes between K and V of a model with states, these have "
             f"{sum(gap.stop - gap.start for gap in layout.gaps)}; give a larger --page-size"
         )
-    return CodedShape.of(layout, name, int(pool.k[0].shape[2]))
+    return CodedShape.of(layout, name, int(pool.k[0].shape[2]), num_draft_layers)
 
 
 def _knowledge(
@@ -268,7 +277,7 @@ def _of_rank(kind: LearnedKind, learned: Any, shape: CodedShape, place: RankPlac
         return learned
     if kind.of_rank is None:
         raise CodecError("what this codec learns is of all heads, and a rank has a part of them")
-    return kind.of_rank(learned, shape.num_channels, place.tp_rank, place.tp_size)
+    return kind.of_rank(learned, shape.own.num_channels, place.tp_rank, place.tp_size)
 
 
 def _uses_profile(config: HierKVConfig) -> bool:

@@ -9,6 +9,9 @@ import torch
 
 from sglang_ext.device.load_counter import LoadCounter
 from sglang_ext.device.pools import DevicePool, describe_pools, with_layers_of
+from sglang_ext.device.rope_discovery import LayerRope
+
+_KEPT = "a draft model's"
 
 
 def with_drafts(pool: DevicePool, draft_runners: Sequence[Any]) -> DevicePool:
@@ -21,6 +24,14 @@ def with_drafts(pool: DevicePool, draft_runners: Sequence[Any]) -> DevicePool:
         # Beside a model with states SGLang's pool is a hybrid's that has full layers alone.
         pool = with_layers_of(pool, describe_pools(runner.token_to_kv_pool).full)
     return pool
+
+
+def kept_ropes(num_layers: int) -> list[LayerRope]:
+    """How K of a draft's layers is stored where the model's K may be without its rotation.
+
+    As the draft has it: what it guesses does not hang on how the model's is coded.
+    """
+    return [LayerRope(None, movable=False, is_kept=True, reason=_KEPT) for _ in range(num_layers)]
 
 
 def live_models(target: Any, draft_runners: Sequence[Any]) -> Any:

@@ -53,7 +53,7 @@ def check_before_weights(runner: Any, model: Any) -> None:
     if model_config.is_hybrid_swa:
         rows = window_rows(model_config, place.tp_size, item_bytes)
         check_block_sizes(rows, layout)
-    elif dtype is not None and not server_args.speculative_algorithm:
+    elif dtype is not None:  # what is learned is of the model's layers alone
         _check_profile(config, layout, dtype, model_config, place)
 
 

@@ -27,6 +27,7 @@ from sglang_ext.assembly.codec_setup import (
 from sglang_ext.assembly.draft_setup import (
     count_loads_of,
     draft_facts,
+    kept_ropes,
     live_models,
     with_drafts,
 )
@@ -91,6 +92,7 @@ from sglang_ext.settings.compat import (
 )
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.settings.disaggregation import is_disaggregated
+from sglang_ext.settings.lossless import lossy_codec
 from sglang_ext.settings.quotas import parse_quotas
 from sglang_ext.tiers.coded_host import CachedDiskTier, MemoryTier, RecordTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
@@ -160,12 +162,14 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     if drafts:
         pools = replace(pools, full=with_drafts(pools.full, drafts))
     pool = pools.full
+    num_draft_layers = pool.num_layers - num_own
     layout = pools.layout(ctx.params.page_size)
     snapshots = snapshots_of(ctx, layout)
     is_hybrid = pools.window is not None or snapshots is not None
     if is_hybrid:
         config = with_windows(config)
-    is_bound = bool(drafts) or is_hybrid or pool.has_index
+    is_lossy = bool(lossy_codec(config))
+    is_bound = (bool(drafts) and not is_lossy) or is_hybrid or pool.has_index
     group = group_of(cache)
     alike = are_alike(pool, place, is_alone=not is_hybrid)
     if group is not None:
@@ -180,15 +184,18 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
         moves = config.truncation != "off" and group is None and not place.shares_steps
         ropes, *window_ropes = ropes_of_parts(runner.model, pools, moves=moves)
     else:
-        of_stage = range(first_layer, first_layer + pool.num_layers)
+        of_stage = range(first_layer, first_layer + num_own)
         ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool, of_stage)
+        ropes += kept_ropes(pool.num_layers - len(ropes))
         window_ropes = []
     of_pages = (config, pool, layout, kv_pool.dtype, runner, place)
-    page_codec = build_page_codec(*of_pages, has_states=snapshots is not None)
-    remote_codec = build_remote_codec(*of_pages, has_states=snapshots is not None)
+    kinds: dict[str, Any] = {"has_states": snapshots is not None}
+    kinds["num_draft_layers"] = num_draft_layers
+    page_codec = build_page_codec(*of_pages, **kinds)
+    remote_codec = build_remote_codec(*of_pages, **kinds)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
-    # Of hybrids, drafts and an index only what moves is anything but exact.
+    # Of hybrids, an index, and drafts without a lossy codec only what moves is anything but exact.
     # With prefill and decode servers no lossy codec was tried.
     has_moved = is_hybrid and all(rope.movable for rope in ropes)
     is_disaggregating = is_disaggregated(ctx.server_args.disaggregation_mode)

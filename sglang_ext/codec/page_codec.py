@@ -3,7 +3,8 @@
 A coded page's payload (stored on disk, never renumber)::
 
     u32 tail length | tail (sglang_ext.device.layout) | rows of an index, if the model has one, as
-    they lie in the page, layer by layer | the codec's stream of K and V
+    they lie in the page, layer by layer | of a page with a draft model's layers, u32 length and
+    stream of theirs, always by `lossless` | the codec's stream of the model's K and V
 
 A lossless codec keeps the tail with its corrections; after a lossy one K is no longer on the grid
 that corrections are for, and the tail is written without any.
@@ -16,13 +17,13 @@ import struct
 import threading
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from sglang_ext.codec.base import Codec, CodecError, LearnedShape, PlaneArray, kv_dtype
+from sglang_ext.codec.coded_shape import CodedShape, Planes
 from sglang_ext.codec.learned import MAX_KNOWN, MAX_KNOWN_BYTES, LearnedFolder
 from sglang_ext.codec.memo import Memo
 from sglang_ext.codec.registry import codec_class, create_codec, kind_of
@@ -30,7 +31,6 @@ from sglang_ext.device.layout import (
     HEADER_BYTES,
     ROPE_NAMES,
     U8,
-    PageLayout,
     read_tails,
     write_tail,
 )
@@ -41,99 +41,26 @@ from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header
 logger = logging.getLogger(__name__)
 
 TAIL_LENGTH = struct.Struct("<I")
+_STREAM_LENGTH = struct.Struct("<I")
+# What a draft guesses hangs on its own KV, which is a small part of a page.
+_DRAFT_CODEC = "lossless"
 _SAMPLE_TOKENS = 4096
 _SAMPLE_BYTES = 256 << 20
 _ROPE_NUMBERS = {name: number for number, name in ROPE_NAMES.items()}
 
 
-@dataclass(frozen=True)
-class CodedShape:
-    """Pages as codecs see them: planes of equal width, K and V of each layer in turn.
-
-    Rows of an index are none of them: they are kept as they are.
+class _Parts(NamedTuple):
+    """Where the parts of a coded payload lie: the tail comes behind its length.
 
     Attributes:
-        layout: where the planes lie in a slot.
-        dtype: name of the KV dtype, as codecs call it.
-        head_dim: D.
-        num_planes: S.
-        num_channels: C.
+        index_at: where rows of an index begin, and the tail ends.
+        draft_at: where the stream of a draft's planes begins.
+        stream_at: where that of the model's planes begins.
     """
 
-    layout: PageLayout
-    dtype: str
-    head_dim: int
-    num_planes: int
-    num_channels: int
-
-    @classmethod
-    def of(cls, layout: PageLayout, dtype: str, head_dim: int) -> CodedShape:
-        """Checks that every plane has the same width.
-
-        Raises:
-            CodecError: K and V, or layers, differ in width.
-        """
-        v_row_bytes = (0,) * layout.num_layers if layout.has_index else layout.v_row_bytes
-        widths = {width for width in (*layout.k_row_bytes, *v_row_bytes) if width}
-        if len(widths) != 1 or 0 < v_row_bytes.count(0) < layout.num_layers:
-            raise CodecError(f"codecs need planes of one width, this model has {sorted(widths)}")
-        per_layer = 2 if v_row_bytes[0] else 1
-        num_channels = widths.pop() // kv_dtype(dtype).value_bytes
-        return cls(layout, dtype, head_dim, per_layer * layout.num_layers, num_channels)
-
-    def planes(self, slot: U8) -> PlaneArray:
-        """The planes [S, P, C] of a slot: a view where they lie side by side, else a copy."""
-        storage = kv_dtype(self.dtype).storage
-        axes = (self.num_planes, self.layout.page_size, self.num_channels)
-        num_bytes = sum(size for _, size in self._blocks())
-        if self.layout.tail_offset - HEADER_BYTES == num_bytes:
-            flat = slot[HEADER_BYTES : self.layout.tail_offset]
-        else:
-            flat = np.concatenate([slot[at : at + size] for at, size in self._blocks()])
-        return flat.view(storage).reshape(axes)
-
-    def put_planes(self, planes: PlaneArray, slot: U8) -> None:
-        """Writes the planes back where `planes` took them from."""
-        if not np.shares_memory(planes, slot):
-            _put(planes.reshape(-1).view(np.uint8), slot, self._blocks())
-
-    @property
-    def index_bytes(self) -> int:
-        """Bytes of a page's rows of an index."""
-        return sum(size for _, size in self._index_blocks())
-
-    def index_of(self, slot: U8) -> bytes:
-        """Rows of an index, as they lie in a slot, layer by layer."""
-        return b"".join(slot[at : at + size].tobytes() for at, size in self._index_blocks())
-
-    def put_index(self, rows: U8, slot: U8) -> None:
-        """Writes them back where `index_of` took them from."""
-        _put(rows, slot, self._index_blocks())
-
-    def _blocks(self) -> list[tuple[int, int]]:
-        """Where the planes lie, and how long they are."""
-        layout, size, found = self.layout, self.layout.page_size, []
-        columns = (layout.k_offsets, layout.k_row_bytes, layout.v_offsets, layout.v_row_bytes)
-        for k_at, k_bytes, v_at, v_bytes in zip(*columns, strict=True):
-            found.append((k_at, k_bytes * size))
-            if not layout.has_index:
-                found.append((v_at, v_bytes * size))
-        return [(at, num_bytes) for at, num_bytes in found if num_bytes]
-
-    def _index_blocks(self) -> list[tuple[int, int]]:
-        """The same of rows of an index."""
-        layout = self.layout
-        if not layout.has_index:
-            return []
-        blocks = zip(layout.v_offsets, layout.v_row_bytes, strict=True)
-        return [(at, row_bytes * layout.page_size) for at, row_bytes in blocks if row_bytes]
-
-
-def _put(flat: U8, slot: U8, blocks: list[tuple[int, int]]) -> None:
-    taken = 0
-    for at, size in blocks:
-        slot[at : at + size] = flat[taken : taken + size]
-        taken += size
+    index_at: int
+    draft_at: int
+    stream_at: int
 
 
 class PageCodec(PageTranscoder):
@@ -172,7 +99,7 @@ class PageCodec(PageTranscoder):
         # Room in the index: a page is expected to shrink by no more than this.
         self.max_pages_a_slot = (12 if lossy else 3) if self.encodes else 1
         self._shape, self._codec_id, self._level = shape, codec_id, level
-        self._learned_shape = LearnedShape(shape.num_planes, shape.num_channels)
+        self._learned_shape = LearnedShape(shape.own.num_planes, shape.own.num_channels)
         self._known, self._owner = LearnedFolder(folder, self._learned_shape, keys), owner
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()  # guarded by _lock
@@ -183,6 +110,11 @@ class PageCodec(PageTranscoder):
         self._closed = False  # guarded by _lock
         self._encoder: tuple[Codec, bytes] | None = None  # replaced as a whole
         self._learner: threading.Thread | None = None  # guarded by _lock
+        self._draft_codec: Codec | None = None
+        if shape.draft is not None:
+            self._draft_codec = create_codec(_DRAFT_CODEC, dtype=shape.dtype)
+            if self.encodes:
+                _try_codec(self._draft_codec, shape.draft, None)
         if self.encodes:
             self._prepare(learned)
 
@@ -190,7 +122,7 @@ class PageCodec(PageTranscoder):
         """Makes the encoder from what is known already."""
         if kind_of(self._codec_id) is None:
             codec = create_codec(self._codec_id, dtype=self._shape.dtype)
-            self._try_out(codec)
+            _try_codec(codec, self._shape.own, self._level)
             self._encoder = (codec, b"")
             return
         if learned is not None:
@@ -206,7 +138,7 @@ class PageCodec(PageTranscoder):
     def encode(self, slot: U8) -> U8 | None:
         """Codes one page; None until the codec knows the model. Contract of `PageTranscoder`."""
         encoder = self._encoder
-        planes = self._shape.planes(slot)
+        planes = self._shape.own.take(slot)
         if encoder is None:
             self._sample(planes)
             return None
@@ -215,7 +147,7 @@ class PageCodec(PageTranscoder):
         stream = self._stream(codec, planes, _raw_tokens(codec, meta))
         tail = self._tail(slot, meta, keep_corrections=not codec.lossy)
         head = TAIL_LENGTH.pack(len(tail)) + tail + self._shape.index_of(slot)
-        payload = np.frombuffer(head + stream, np.uint8)
+        payload = np.frombuffer(head + self._draft_stream(slot) + stream, np.uint8)
         self._count("pages_coded")
         return coded_record(
             meta,
@@ -237,28 +169,41 @@ class PageCodec(PageTranscoder):
             return False
         payload = record[HEADER_BYTES : HEADER_BYTES + payload_bytes]
         layout = self._shape.layout
-        if len(payload) < TAIL_LENGTH.size:
+        parts = self.parts(payload)
+        if parts is None:
             return False
-        (tail_bytes,) = TAIL_LENGTH.unpack_from(payload.data)
-        index_at = TAIL_LENGTH.size + tail_bytes
-        stream_at = index_at + self._shape.index_bytes
-        if tail_bytes > layout.tail_bytes(layout.max_corrections) or stream_at > len(payload):
-            return False
-        planes = self._shape.planes(out_slot)
+        planes = self._shape.own.take(out_slot)
         try:
-            codec.decode(payload[stream_at:].data, planes)
+            codec.decode(payload[parts.stream_at :].data, planes)
+            self._decode_draft(payload[parts.draft_at : parts.stream_at], out_slot)
         except CodecError as error:
             logger.debug("hier-kv: page %s is not decoded: %s", meta.page_hash.hex(), error)
             return False
-        self._shape.put_planes(planes, out_slot)
-        self._shape.put_index(payload[index_at:stream_at], out_slot)
+        self._shape.own.put(planes, out_slot)
+        self._shape.put_index(payload[parts.index_at : parts.draft_at], out_slot)
         for gap in layout.gaps:  # else bytes of whatever page had the slot before
             out_slot[gap] = 0
+        tail_bytes = parts.index_at - TAIL_LENGTH.size
         tail_end = layout.tail_offset + tail_bytes
-        out_slot[layout.tail_offset : tail_end] = payload[TAIL_LENGTH.size : index_at]
+        out_slot[layout.tail_offset : tail_end] = payload[TAIL_LENGTH.size : parts.index_at]
         write_meta(out_slot, raw_header(meta), tail_end - HEADER_BYTES)
         self._count("pages_decoded")
         return self._has_sound_tail(out_slot, tail_bytes)
+
+    def parts(self, payload: U8) -> _Parts | None:
+        """Where the parts of a payload lie; None where it is too short, or no such payload."""
+        layout, end = self._shape.layout, len(payload)
+        if end < TAIL_LENGTH.size:
+            return None
+        (tail_bytes,) = TAIL_LENGTH.unpack_from(payload.data)
+        index = TAIL_LENGTH.size + tail_bytes
+        draft = stream = index + self._shape.index_bytes
+        if self._shape.draft is not None and draft + _STREAM_LENGTH.size <= end:
+            (num_bytes,) = _STREAM_LENGTH.unpack_from(payload.data, draft)
+            stream = draft + _STREAM_LENGTH.size + num_bytes
+        if tail_bytes > layout.tail_bytes(layout.max_corrections) or stream > end:
+            return None
+        return _Parts(index, draft, stream)
 
     def close(self) -> None:
         """Begins to learn nothing any more. Contract of `PageTranscoder`."""
@@ -273,6 +218,25 @@ class PageCodec(PageTranscoder):
 
     def _stream(self, codec: Codec, planes: PlaneArray, raw_tokens: int | None) -> bytes:
         return codec.encode(planes, level=self._level, raw_tokens=raw_tokens)
+
+    def _draft_stream(self, slot: U8) -> bytes:
+        """A draft's planes, coded, behind their length; nothing without a draft."""
+        if self._draft_codec is None or self._shape.draft is None:
+            return b""
+        stream = self._draft_codec.encode(self._shape.draft.take(slot))
+        return _STREAM_LENGTH.pack(len(stream)) + stream
+
+    def _decode_draft(self, stream: U8, out_slot: U8) -> None:
+        """The way back.
+
+        Raises:
+            CodecError: it is none of this shape.
+        """
+        if self._draft_codec is None or self._shape.draft is None:
+            return
+        planes = self._shape.draft.take(out_slot)
+        self._draft_codec.decode(stream[_STREAM_LENGTH.size :].data, planes)
+        self._shape.draft.put(planes, out_slot)
 
     def _tail(self, slot: U8, meta: RecordMeta, *, keep_corrections: bool) -> bytes:
         layout = self._shape.layout
@@ -354,21 +318,20 @@ class PageCodec(PageTranscoder):
             raise ValueError(f"{self._codec_id} learns nothing")
         shape = self._shape
         codec = create_codec(self._codec_id, dtype=shape.dtype, profile=learned)
-        self._try_out(codec)
+        _try_codec(codec, self._shape.own, self._level)
         with self._lock:
             self._encoder = (codec, kind.digest(learned))
             self._samples.clear()  # it may have come before there were enough of them
 
-    def _try_out(self, codec: Codec) -> None:
-        """Proves that level and profile are of this model, and compiles what is not compiled."""
-        shape = self._shape
-        axes = (shape.num_planes, shape.layout.page_size, shape.num_channels)
-        zeros = np.zeros(axes, kv_dtype(shape.dtype).storage)
-        codec.decode(codec.encode(zeros, level=self._level), zeros)
-
     def _count(self, name: str) -> None:
         with self._lock:
             self._counts[name] += 1
+
+
+def _try_codec(codec: Codec, of: Planes, level: int | None) -> None:
+    """Proves that level and profile are of this model, and compiles what is not compiled."""
+    zeros = np.zeros(of.axes, kv_dtype(of.dtype).storage)
+    codec.decode(codec.encode(zeros, level=level), zeros)
 
 
 def parse_level(codec_id: str, text: str) -> int | None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.codec.base import Codec, CodecError, PlaneArray
+from sglang_ext.codec.coded_shape import CodedShape
 from sglang_ext.codec.container import read_header
-from sglang_ext.codec.page_codec import TAIL_LENGTH, CodedShape, PageCodec, is_consistent
+from sglang_ext.codec.page_codec import PageCodec, is_consistent
 from sglang_ext.codec.registry import codec_class, kind_of
 from sglang_ext.device.layout import HEADER_BYTES, U8
 from sglang_ext.tiers.records.record import RecordMeta, parse_header
@@ -60,8 +61,10 @@ class RemotePageCodec(PageCodec, RemoteCodec):
         end = HEADER_BYTES + payload_bytes
         if not codec_class(meta.codec).layered:
             return Levels(meta.level, (end,))
-        (tail_bytes,) = TAIL_LENGTH.unpack_from(record.data, HEADER_BYTES)
-        stream_at = HEADER_BYTES + TAIL_LENGTH.size + tail_bytes + self._shape.index_bytes
+        parts = self.parts(record[HEADER_BYTES:end])
+        if parts is None:
+            raise CodecError("a record without a stream has no levels")
+        stream_at = HEADER_BYTES + parts.stream_at
         header = read_header(record[stream_at:end].data)
         levels = range(header.first_level, header.last_level + 1)
         ends = [stream_at + header.prefix_bytes(level) for level in levels]

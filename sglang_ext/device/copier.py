@@ -429,7 +429,8 @@ class PageCopier:
         moved = tails.position != position + size * np.arange(len(page_slots))
         if moved.any() and not may_move:
             raise CopyError(f"a page of position {tails.position[moved][0]} is not of this prefix")
-        if not may_rotate and (moved & (tails.rope_state == ROPE_BOUND)).any():
+        keeps_some = any(rope.is_kept for rope in self.ropes)
+        if not may_rotate and (moved & (keeps_some | (tails.rope_state == ROPE_BOUND))).any():
             raise CopyError(
                 f"a page bound to position {tails.position[moved][0]} cannot be loaded elsewhere"
             )

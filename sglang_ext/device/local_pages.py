@@ -60,8 +60,12 @@ class LocalPages(PageRules):
 
     @property
     def saved_state(self) -> int:
-        """How K is stored here. One layer that is bound to its position binds the page."""
-        if not all(rope.movable for rope in self._ropes):
+        """How K is stored here. One layer that is bound to its position binds the page.
+
+        A layer that is kept as it is in every page, as a draft's, does not: what is said of K is
+        said of the others.
+        """
+        if not all(rope.movable or rope.is_kept for rope in self._ropes):
             return ROPE_BOUND
         return ROPE_PRE if self._pre else ROPE_DELTA
 

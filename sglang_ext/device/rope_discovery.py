@@ -45,6 +45,7 @@ class LayerRope:
         module: the live module, re-read when its table grows; None without rope.
         rounded_to: dtype the module casts its table to before use; None for none.
         reason: why the layer is position-bound; empty otherwise.
+        is_kept: K is stored as the engine has it, whatever is done with other layers of the page.
     """
 
     spec: RopeSpec | None
@@ -52,6 +53,7 @@ class LayerRope:
     module: Any = None
     rounded_to: torch.dtype | None = None
     reason: str = ""
+    is_kept: bool = False
 
 
 def discover_ropes(

@@ -9,6 +9,11 @@ from sglang_ext.codec.registry import codec_class, codec_ids
 from sglang_ext.settings.config import CODED_TIERS, HierKVConfig
 
 
+def any_codec(config: HierKVConfig) -> str:
+    """A codec of the settings; "" where nothing is coded."""
+    return _first(config, lambda codec: codec.codec_id != "none")
+
+
 def lossy_codec(config: HierKVConfig) -> str:
     """A codec of the settings that does not give back every bit; "" where there is none."""
     return _first(config, lambda codec: codec.lossy)

@@ -176,7 +176,7 @@ MODEL_KINDS = {
         "DeepSeek V3.2, GLM-5",
         "exact, at the saved position, index rows with the latent ones; by one rank or several "
         "tensor parallel ones of one node, with data parallel attention, with prefill and decode "
-        "servers, with their draft layer, with codecs that lose nothing (without a draft layer), "
+        "servers, with their draft layer, with codecs that lose nothing, "
         "without adapters or sessions; prompts that are cut, computed anew behind each new cut "
         "(run with GLM-5, by one rank); run with a small GLM-5 and a small DeepSeek V3.2, with "
         "experts in the draft layer alone, on a CPU",
@@ -289,13 +289,18 @@ SERVED_MODES = (
     ),
     ServedMode(
         "a draft model with KV of its own (EAGLE, NEXTN, EAGLE3, STANDALONE; chains only)",
-        "exact, at the saved position, the draft's KV with the target's; by one rank or several "
+        "exact, at the saved position, the draft's KV with the target's; coded without loss, by "
+        "one scheduler or several tensor parallel ranks, but not with data parallel attention; "
+        "coded with `hier`, of models with K and V of every head, the draft's KV without loss "
+        "(docs/codec.md), run with EAGLE by one rank; by one rank or several "
         "tensor parallel ones, for models with K and V of every head, and the draft layer (MTP) "
-        "of models of latent rows, with an index or without, and, by one rank, of Qwen3-Next; "
-        "without codec, truncation, adapters or sessions; EAGLE3 run with random weights only, "
-        "none of them on a GPU",
+        "of models of latent rows, with an index or without, and, by one rank and without codec, "
+        "of Qwen3-Next; prompts that are cut, computed anew behind each new cut (not with states); "
+        "without adapters or sessions; codecs run by one rank; EAGLE3 run with random weights "
+        "only, none of them on a GPU",
         "tests/e2e/models/test_speculation.py; tests/e2e/models/test_latent_drafts.py; "
-        "tests/e2e/models/test_state_drafts.py; tests/property/drafts/test_verified_states.py",
+        "tests/e2e/models/test_coded_drafts.py; tests/e2e/models/test_state_drafts.py; "
+        "tests/property/drafts/test_verified_states.py",
     ),
     ServedMode(
         "prefill and decode servers (`--disaggregation-mode`)",

@@ -11,6 +11,7 @@ from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.indexed import KIND as INDEXED
+from sglang_ext.settings.lossless import any_codec, lossy_codec
 from sglang_ext.settings.model_kinds import STATE_KINDS
 from sglang_ext.settings.untried import adapters_and_sessions, has_attention_dp, on, outside
 
@@ -18,6 +19,8 @@ NGRAM = "NGRAM"
 EAGLE = "EAGLE"  # SGLang's name of NEXTN, too
 # Of these the draft layer of their own checkpoint was tried, whose rows are as theirs.
 LATENT_KINDS = ("mla", INDEXED)
+# Without a second pool or a state: of these drafts were tried with codecs, and with cut prompts.
+WHOLE_KINDS = ("mha", *LATENT_KINDS)
 # Hybrids with a state a sequence whose draft layer was tried.
 DRAFTED_HYBRIDS = ("Qwen3NextForCausalLM",)
 # Half of the least distance at which SGLang keeps states.
@@ -48,7 +51,7 @@ def outside_speculation(
         return
     found = [
         *adapters_and_sessions(read),
-        ("--hier-kv-truncation off", config.truncation),
+        _of_truncation(algorithm, config, kind),
         ("--hier-kv-tree-core python", config.tree_core),
         _of_branches(read),
         ("no --speculative-adaptive", on(read("speculative_adaptive"))),
@@ -63,13 +66,37 @@ def outside_speculation(
             ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
-            ("--hier-kv-codec none", config.codec or "none"),
+            *_outside_codecs(read, config, kind),
         ]
     else:
         if kind not in ("mha", "mla"):
             found.append(("full attention in every layer", "a model with other layers"))
         found += _outside_masks(read, kind)
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
+
+
+def _of_truncation(algorithm: str, config: HierKVConfig, kind: str) -> tuple[str, str]:
+    """What is expected and what came of prompts that are cut.
+
+    A draft's rows are at the position that they were computed at, so nothing is found by content.
+    """
+    if algorithm == NGRAM or kind not in WHOLE_KINDS:
+        return "--hier-kv-truncation off", config.truncation
+    found = "" if config.truncation == "off" else config.truncation
+    return "--hier-kv-truncation off or overflow", found
+
+
+def _outside_codecs(
+    read: Callable[[str], Any], config: HierKVConfig, kind: str
+) -> Iterator[tuple[str, Any]]:
+    """Codecs, and ways to use them, that were not tried with a draft's layers in a page."""
+    if kind not in WHOLE_KINDS:
+        yield "--hier-kv-codec none", config.codec or "none"
+    codec = "a --hier-kv-codec that loses nothing"
+    yield f"{codec}, or hier" if kind == "mha" else codec, lossy_codec(config)
+    with_groups = "--hier-kv-codec none (with data parallel attention)"
+    yield with_groups, any_codec(config) if has_attention_dp(read) else ""
+    yield "--hier-kv-slo-ms 0", f"{config.slo_ms:g}"
 
 
 def outside_chains(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
@@ -110,7 +137,7 @@ def _outside_kinds(algorithm: str, kind: str) -> Iterator[tuple[str, str]]:
     if kind == STATE_KINDS[0]:
         if algorithm != EAGLE:
             yield f"K and V of every head (with states {EAGLE})", "a model of states"
-    elif kind not in ("mha", *LATENT_KINDS):
+    elif kind not in WHOLE_KINDS:
         yield "K and V of every head or latent rows in every layer", "a model with other layers"
     elif kind in LATENT_KINDS and algorithm != EAGLE:
         yield f"K and V of every head (with latent rows {EAGLE})", "a model of latent rows"

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from sglang_ext.codec.page_codec import CodedShape
+from sglang_ext.codec.coded_shape import CodedShape
 from sglang_ext.coded_remote.remote_codec import RemotePageCodec
 from sglang_ext.device.copier import PageCopier
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_NAMES, ROPE_PRE, U8, PageLayout, write_tail

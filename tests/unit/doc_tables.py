@@ -131,12 +131,17 @@ def _cell(kind: str, architectures: dict[str, str], values: dict[str, Any]) -> s
             letter
             for letter, config in _WAYS.items()
             if _is_taken(kind, architecture, values, config)
-            and (letter != "M" or may_move(kind, values.get("tp_size", 1)))
+            and (letter != "M" or _is_moved(kind, values))
         )
         taken.setdefault(letters or "no", []).append(name)
     if len(taken) == 1:
         return next(iter(taken))
     return "; ".join(f"{letters} ({', '.join(names)})" for letters, names in taken.items())
+
+
+def _is_moved(kind: str, values: dict[str, Any]) -> bool:
+    """A draft's rows stay at the position that they were computed at."""
+    return may_move(kind, values.get("tp_size", 1)) and not values.get("speculative_algorithm")
 
 
 def _is_taken(kind: str, architecture: str, values: dict[str, Any], config: HierKVConfig) -> bool:

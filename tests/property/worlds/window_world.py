@@ -47,7 +47,8 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
 from sglang_ext.assembly.policy_setup import placement_of  # noqa: E402
 from sglang_ext.assembly.window_setup import bound_ropes, place_questions_of, window_layers  # noqa: E402
-from sglang_ext.codec.page_codec import CodedShape, PageCodec  # noqa: E402
+from sglang_ext.codec.coded_shape import CodedShape  # noqa: E402
+from sglang_ext.codec.page_codec import PageCodec  # noqa: E402
 from sglang_ext.coded_remote.coded import coded_pages  # noqa: E402
 from sglang_ext.coded_remote.remote_codec import RemotePageCodec  # noqa: E402
 from sglang_ext.device.copier import PageCopier  # noqa: E402

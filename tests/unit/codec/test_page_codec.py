@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from sglang_ext.codec.base import CodecError
-from sglang_ext.codec.page_codec import CodedShape, PageCodec, parse_level
+from sglang_ext.codec.coded_shape import CodedShape
+from sglang_ext.codec.page_codec import PageCodec, parse_level
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_PRE, U8, PageLayout, read_tails, write_tail
 from sglang_ext.tiers.records.record import RecordMeta, parse_header, write_meta
 from sglang_ext.tiers.transcoder import coded_blocks, is_decoded
@@ -87,7 +88,7 @@ def test_lossy_codecs_are_close_and_drop_corrections(codec_id: str, tmp_path: Pa
     tails = read_tails(out[None], np.zeros(1, np.int64), LAYOUT)
     assert tails is not None
     assert (int(tails.rope_state[0]), int(tails.position[0]), len(tails.page)) == (0, 6400, 0)
-    values, other = (_floats(SHAPE.planes(s)) for s in (slot, out))
+    values, other = (_floats(SHAPE.own.take(s)) for s in (slot, out))
     assert 0 < np.square(values - other).mean() < 0.1 * values.var()
 
 

@@ -15,7 +15,8 @@ from sglang_ext.assembly.codec_setup import DTYPE_NAMES
 from sglang_ext.assembly.draft_setup import with_drafts
 from sglang_ext.assembly.index_setup import index_facts
 from sglang_ext.assembly.window_setup import bound_ropes
-from sglang_ext.codec.page_codec import CodedShape, PageCodec
+from sglang_ext.codec.coded_shape import CodedShape
+from sglang_ext.codec.page_codec import PageCodec
 from sglang_ext.device.copier import CopyError, PageCopier
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND
 from sglang_ext.device.load_pages import PageRun

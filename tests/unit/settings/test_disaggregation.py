@@ -62,6 +62,16 @@ def test_codecs_that_lose_nothing_are_served(mode: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_codecs_with_drafts_are_refused(mode: str) -> None:
+    with pytest.raises(HierKVConfigError) as error:
+        check(mode, "mha", {"codec": "zstd"}, speculative_algorithm="EAGLE", **DRAFTS)
+    assert "--hier-kv-codec none with --speculative-algorithm EAGLE with --disaggregation-mode" in (
+        str(error.value)
+    )
+    assert "got zstd" in str(error.value)
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_a_draft_layer_by_its_other_name_is_served(mode: str) -> None:
     values = {"disaggregation_mode": mode, **SERVED, "speculative_algorithm": "NEXTN"}
     check_arguments(SimpleNamespace(**values), HierKVConfig())

@@ -59,6 +59,8 @@ def test_drafts_of_a_model_are_served_whatever_masks() -> None:
     check("EAGLE", attention_backend="fa3")
 
 
+CACHEGEN = "disk=hier,remote=cachegen-paper"
+
 REFUSED = [
     ("EAGLE", {"speculative_eagle_topk": 4}, "--speculative-eagle-topk 1 with", "4"),
     ("NGRAM", {"speculative_eagle_topk": 10}, "(--speculative-ngram-max-bfs-breadth 1)", "10"),
@@ -95,7 +97,6 @@ REFUSED = [
     ("NGRAM", {"kind": "mla", "enable_dp_attention": True}, "no data parallel attention", "it"),
     ("NGRAM", {"config": {"truncation": "overflow"}}, "--hier-kv-truncation off with", "overflow"),
     ("EAGLE", {"config": {"tree_core": "rust"}}, "--hier-kv-tree-core python with", "rust"),
-    ("EAGLE", {"config": {"codec": "lossless"}}, "--hier-kv-codec none with", "lossless"),
     (
         "EAGLE",
         {"kind": "state", "architecture": "NemotronHForCausalLM"},
@@ -135,6 +136,32 @@ REFUSED = [
         "--mamba-radix-cache-strategy extra_buffer with",
         "extra_buffer_lazy",
     ),
+    ("EAGLE", {"config": {"truncation": "all"}}, "--hier-kv-truncation off or overflow", "all"),
+    (
+        "EAGLE3",
+        {"config": {"codec": CACHEGEN}},
+        "that loses nothing, or hier with",
+        "cachegen-paper",
+    ),
+    ("EAGLE", {"kind": "mla", "config": {"codec": "hier"}}, "that loses nothing with", "hier"),
+    (
+        "EAGLE",
+        {"kind": "indexed", "config": {"codec": "remote=hier"}},
+        "a --hier-kv-codec that loses nothing with",
+        "hier",
+    ),
+    (
+        "EAGLE",
+        {"kind": "mla", "attn_dp_size": 2, "tp_size": 2, "config": {"codec": "lossless"}},
+        "--hier-kv-codec none (with data parallel attention) with",
+        "lossless",
+    ),
+    (
+        "EAGLE",
+        {"config": {"codec": "remote=hier", "slo_ms": 50.0}},
+        "--hier-kv-slo-ms 0 with",
+        "50",
+    ),
     ("DFLASH", {}, "speculative decoding by EAGLE", "--speculative-algorithm DFLASH"),
     ("FROZEN_KV_MTP", {}, "speculative decoding by EAGLE", "--speculative-algorithm FROZEN_KV_MTP"),
 ]
@@ -150,6 +177,29 @@ def test_what_was_not_tried_is_refused_by_one_sentence(
     assert expected in sentence
     assert f"got {found}" in sentence
     assert sentence.count(". ") == 0
+
+
+CODECS = ["disk=lossless", "host=lossless,disk=lossless", "remote=lossless", "remote=zstd"]
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    ("algorithm", "kind"),
+    [("EAGLE", "mha"), ("EAGLE3", "mha"), ("STANDALONE", "mha"), ("EAGLE", "mla")],
+)
+def test_codecs_that_lose_nothing_are_served(algorithm: str, kind: str, codec: str) -> None:
+    check(algorithm, kind, {"codec": codec})
+    check(algorithm, kind, {"codec": codec}, tp_size=2)
+
+
+@pytest.mark.parametrize("codec", ["hier", "remote=hier", "disk=hier,remote=lossless"])
+def test_a_codec_that_loses_something_is_served_with_k_and_v_of_every_head(codec: str) -> None:
+    check("EAGLE", "mha", {"codec": codec})
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla", "indexed"])
+def test_prompts_may_be_cut_where_nothing_is_moved(kind: str) -> None:
+    check("EAGLE", kind, {"truncation": "overflow"})
 
 
 MHA, MLA = "K and V of every head", "latent rows"

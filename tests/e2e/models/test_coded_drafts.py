@@ -1,0 +1,269 @@
+"""Pages that hold a draft model's layers, too, with codecs, on the real server.
+
+With a codec that loses nothing, what comes back from DRAM, from disk after a kill, and at another
+server from the remote store is compared with a device hit bit for bit, as is how many guesses are
+right. With `hier` the model's layers lose something and the draft's nothing: as many guesses are
+right as after a device hit, but for two in a hundred.
+
+By default drafts of three kinds run; the long form has all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sglang_ext.tiers.records.record import parse_header
+from testkit.drafts.eagle import write_eagle3_config, write_eagle_draft
+from testkit.drafts.nextn import NEXTN, write_nextn_model
+from testkit.requests import flush_device
+from testkit.server import TINYLM, Server
+from testkit.workload import ASSETS
+from tests.e2e.hier_server import (
+    GIB,
+    PAGE,
+    ask,
+    by_tier,
+    connected,
+    real_prompts,
+    settled,
+    state,
+)
+from tests.e2e.models import test_latent_drafts as latent
+from tests.e2e.models import test_speculation as speculation
+from tests.e2e.models.hybrid_answers import cached, drop_device
+from tests.e2e.models.test_cut_hybrids import NUM_TOKENS, Chat, report
+from tests.e2e.models.test_speculation import assert_same, guesses, records, share, turns
+from tests.tiers.remote.remote_cases import until
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+LATENT = ("deepseek_v3", "glm")
+PROFILE = ["--hier-kv-profile", str(ASSETS / "tinylm.hkp")]
+# Prompts and answers whose guesses are counted where KV has lost something: so many that two in a
+# hundred are more than chance.
+MANY, LONG = [436, 512, 577, 700, 390, 460, 640, 530] * 3, 48
+
+
+class Kind:
+    """Servers of one kind of model and draft, each with a folder of its own and one store."""
+
+    def __init__(self, name: str, folder: Path, codec: str) -> None:
+        self.folder = folder
+        (folder / "store").mkdir()
+        self._model = TINYLM
+        if name in LATENT:
+            self._model = write_nextn_model(folder / "model", name)
+            self._args = [*speculation.BASE, *NEXTN, "--max-running-requests", "6"]
+            self.lengths = latent.LENGTHS
+        else:
+            drafts = {
+                "eagle": lambda: write_eagle_draft(folder / "draft"),
+                "eagle3": lambda: write_eagle3_config(folder / "draft"),
+                "standalone": lambda: TINYLM,
+            }
+            path = drafts[name.removesuffix("-in-fp8")]()
+            args = speculation.args_of(name, {name.removesuffix("-in-fp8"): path})
+            self._args = [*speculation.BASE, *args]
+            self.lengths = speculation.LENGTHS
+        self._args += ["--enable-hier-kv", *WAITING, "--hier-kv-codec", codec]
+        self._args += ["--hier-kv-remote-url", f"file://{folder}/store"]
+
+    def server(self, name: str, *more: str, disk: bool = True, mib: float = 400) -> Server:
+        """One with a disk of its own, which another one of this name left, or with none."""
+        folder = self.folder / name
+        folder.mkdir(exist_ok=True)
+        args = [*self._args, "--hier-kv-host-size", f"{mib * (1 << 20) / GIB:.9f}", *more]
+        if disk:
+            args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
+            args += ["--hier-kv-disk-segment-size", "0.03", *THROUGH]
+        return Server(
+            args,
+            model=self._model,
+            log_path=folder / "server.log",
+            stop="kill",
+            start_timeout_s=400,
+        )
+
+    def turns(self, server: Server) -> list[dict[str, Any]]:
+        return turns(server, self.lengths)
+
+
+THROUGH = ["--hier-kv-write-policy", "write_through"]
+WAITING = ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", "60000"]
+
+
+def uploaded(server: Server) -> None:
+    """Waits until all that a server has saved is in the remote store."""
+
+    def all_sent() -> bool:
+        host = state(server)["host"]
+        sent = host.get("remote_written_pages", 0) + host.get("remote_duplicate_pages", 0)
+        return bool(sent >= host["saved_pages"])
+
+    settled(server)
+    assert until(all_sent, 120.0), state(server)["host"]
+
+
+def check_same(found: Sequence[dict[str, Any]], hits: Sequence[dict[str, Any]], tier: str) -> None:
+    reused = [by_tier(answer)["device"] for answer in hits]
+    assert [by_tier(answer)[tier] for answer in found][::2] == reused[::2]
+    assert_same(found, hits, 0.0)
+    assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
+
+
+def codecs_on_disk(folder: Path) -> set[str]:
+    return {parse_header(record)[0].codec for _, _, record in records(folder)}
+
+
+@pytest.mark.sampled("eagle", "eagle3", "glm")
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "standalone", "eagle-in-fp8", *LATENT])
+def test_codecs_that_lose_nothing_give_back_what_a_device_hit_has(
+    name: str, tmp_path: Path
+) -> None:
+    kind = Kind(name, tmp_path, "host=lossless,disk=lossless,remote=lossless")
+    with kind.server("one") as server:
+        connected(server)
+        kind.turns(server)
+        settled(server)
+        flush_device(server)
+        kind.turns(server)  # see test_speculation.py
+        settled(server)
+        hits = kind.turns(server)
+        settled(server)
+        flush_device(server)
+        check_same(kind.turns(server), hits, "host")
+        uploaded(server)
+        coded = state(server)["host"]
+    assert min(by_tier(answer)["device"] for answer in hits) >= 384
+    assert coded["remote_coded_pages"] > 0
+    assert codecs_on_disk(tmp_path / "one" / "disk") == {"lossless"}
+    with kind.server("one") as server:  # after a kill -9
+        check_same(kind.turns(server), hits, "disk")
+    with kind.server("two", disk=False) as server:
+        connected(server)
+        check_same(kind.turns(server), hits, "remote")
+        settled(server)
+        found = state(server)["host"]
+        assert found.get("remote_failed_pages", 0) == found.get("remote_failures", 0) == 0
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["eagle", "deepseek_v3"])
+def test_pages_that_are_coded_in_dram_come_back(name: str, tmp_path: Path) -> None:
+    """DRAM as pages are has room for few of them."""
+    kind = Kind(name, tmp_path, "host=lossless")
+    more = ["--hier-kv-host-coded-share", "0.7"]
+    size = 24 if name == "eagle" else 1.5
+    with kind.server("one", *more, disk=False, mib=size) as server:
+        for _ in range(2):
+            kind.turns(server)
+            settled(server)
+            flush_device(server)
+        hits = kind.turns(server)
+        settled(server)
+        flush_device(server)
+        found = kind.turns(server)
+        counts = settled(server)["codec"]
+    assert_same(found, hits, 0.0)
+    assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
+    assert counts["pages_decoded"] > 0
+
+
+def many_turns(server: Server) -> list[dict[str, Any]]:
+    """Answers to prompts; only guesses behind what was stored before them are counted."""
+    return [ask(server, prompt, LONG) for prompt in real_prompts(MANY, seed=11)]
+
+
+def of_quality(answers: Sequence[dict[str, Any]], quality: str) -> bool:
+    found = [a["meta_info"]["cached_tokens_details"]["hier_kv"]["quality"] for a in answers]
+    return set(found) == {quality}
+
+
+def num_guessed(answers: Sequence[dict[str, Any]]) -> int:
+    return sum(guesses(answer)[1] for answer in answers)
+
+
+def test_a_draft_guesses_as_well_behind_kv_that_lost_something(tmp_path: Path) -> None:
+    """From disk, and at another server from the store, at the codec's default level."""
+    kind = Kind("eagle", tmp_path, "disk=hier,remote=hier")
+    with kind.server("one", *PROFILE) as server:
+        connected(server)
+        many_turns(server)
+        uploaded(server)
+        hits = many_turns(server)
+        settled(server)
+        flush_device(server)
+    assert codecs_on_disk(tmp_path / "one" / "disk") == {"hier"}
+    with kind.server("one", *PROFILE) as server:  # after a kill -9
+        from_disk = many_turns(server)
+        settled(server)
+        exact = ask_exact(server, next(real_prompts(MANY, seed=11)))
+        log = server.log()
+    assert "self-check: the rotation of 8 of 17 layers is understood" in log
+    assert "K stored before rotary embedding" in log
+    with kind.server("two", *PROFILE, disk=False) as server:
+        connected(server)
+        from_store = many_turns(server)
+    for found, tier in ((from_disk, "disk"), (from_store, "remote")):
+        assert [by_tier(a)[tier] for a in found] == [by_tier(a)["device"] for a in hits]
+        assert of_quality(found, "lossy")
+        print(tier, share(found), share(hits), num_guessed(found), num_guessed(hits))
+        same = [a["output_ids"] == hit["output_ids"] for a, hit in zip(found, hits, strict=True)]
+        print(tier, sum(same), "of", len(same), "the same")
+        assert abs(share(found) - share(hits)) < 0.02
+        assert num_guessed(found) > 1000
+    assert share(hits) > 0.5
+    # Nobody who wants exact KV gets any of it, nor of what was computed over it.
+    assert sum(by_tier(exact).values()) == 0
+    np.testing.assert_array_equal(exact["output_ids"], hits[0]["output_ids"])
+
+
+def ask_exact(server: Server, prompt: list[int]) -> dict[str, Any]:
+    params: dict[str, Any] = {"max_new_tokens": LONG, "ignore_eos": True}
+    params["custom_params"] = {"hier_kv_exact": True}
+    return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
+
+
+CONTEXT = 512
+
+
+@pytest.mark.sampled("eagle")
+@pytest.mark.parametrize("name", ["eagle", "standalone", "deepseek_v3"])
+def test_prompts_that_are_cut_are_computed_anew_behind_each_new_cut(
+    name: str, tmp_path: Path
+) -> None:
+    """And then reused. A page's last row of a draft has seen what follows it, which a cut changes:
+
+    no page of one cut is taken for that of another one, nor for that of a prompt like any other.
+    """
+    kind = Kind(name, tmp_path, "disk=lossless")
+    short = ["--context-length", str(CONTEXT), "--hier-kv-truncation", "overflow"]
+    chat, cuts = Chat(seed=70), [0]
+    with kind.server("one", *short) as server:
+        for _ in range(8):
+            answer = chat.ask(server, 101)
+            drop_device(server)
+            told = report(answer)
+            dropped = told.get("dropped", 0)
+            cuts.append(dropped)
+            assert told.get("moved", 0) == 0
+            assert told.get("quality", "exact") == "exact"
+            if dropped == cuts[-2]:
+                # All that the turn before left, but for its last pages.
+                most_new = 101 + NUM_TOKENS + 3 * PAGE
+                assert cached([answer])[0] > len(chat.kept(dropped)) - most_new
+                continue
+            assert cached([answer]) == [0]
+            again = ask(server, chat.kept(dropped), NUM_TOKENS)  # a prompt like any other
+            assert cached([again]) == [0]
+            assert_same([again], [answer], 0.0)
+            assert guesses(again) == guesses(answer)
+        counted = state(server)["host"]
+    assert len(set(cuts)) >= 3, cuts
+    assert len(set(cuts)) < len(cuts) - 1, cuts
+    assert counted.get("load_failures", 0) == counted.get("save_failures", 0) == 0
