@@ -8,18 +8,6 @@ from typing import Any
 import torch
 
 from sglang_ext.device.load_counter import LoadCounter
-from sglang_ext.device.pools import DevicePool, describe_pool, with_layers_of
-
-
-def with_drafts(pool: DevicePool, draft_runners: Sequence[Any]) -> DevicePool:
-    """The target's layers and behind them those of the draft models, in the same rows.
-
-    Raises:
-        HierKVConfigError: a draft model's pool is none whose rows a page can hold.
-    """
-    for runner in draft_runners:
-        pool = with_layers_of(pool, describe_pool(runner.token_to_kv_pool))
-    return pool
 
 
 def live_models(target: Any, draft_runners: Sequence[Any]) -> Any:

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -28,7 +27,6 @@ from sglang_ext.assembly.draft_setup import (
     count_loads_of,
     draft_facts,
     live_models,
-    with_drafts,
 )
 from sglang_ext.assembly.early_checks import check_slots
 from sglang_ext.assembly.index_setup import index_facts
@@ -155,9 +153,7 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     read = None
     if ctx.is_hybrid_swa:
         read = read_layers(runner.model_config.hf_text_config, runner.model)
-    pools = describe_pools(kv_pool, read)
-    if drafts:
-        pools = replace(pools, full=with_drafts(pools.full, drafts))
+    pools = describe_pools(kv_pool, read, [each.token_to_kv_pool for each in drafts])
     pool = pools.full
     layout = pools.layout(ctx.params.page_size)
     snapshots = snapshots_of(ctx, layout)
@@ -176,7 +172,8 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     config = config if one_copy is None else one_copy.config
     first_layer = int(kv_pool.start_layer) if place.pp_size > 1 else 0
     if pools.window is not None:
-        moves = config.truncation != "off" and group is None and not place.shares_steps
+        alone = group is None and not place.shares_steps and not drafts
+        moves = config.truncation != "off" and alone
         ropes, *window_ropes = ropes_of_parts(runner.model, pools, moves=moves)
     else:
         of_stage = range(first_layer, first_layer + pool.num_layers)

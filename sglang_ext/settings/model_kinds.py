@@ -289,10 +289,12 @@ SERVED_MODES = (
     ServedMode(
         "a draft model with KV of its own (EAGLE, NEXTN, EAGLE3, STANDALONE; chains only)",
         "exact, at the saved position, the draft's KV with the target's; by one rank or several "
-        "tensor parallel ones, for models with K and V of every head, and the draft layer (MTP) "
-        "of models of latent rows, with an index or without; without codec, truncation, adapters "
-        "or sessions; EAGLE3 run with random weights only, none of them on a GPU",
-        "tests/e2e/models/test_speculation.py; tests/e2e/models/test_latent_drafts.py",
+        "tensor parallel ones, for models with K and V of every head, the draft layer (MTP) "
+        "of models of latent rows, with an index or without, and gpt-oss and Mellum with EAGLE3 "
+        "(window layers in a pool of their own; the draft's KV with the full layers'; not with an "
+        "fp8 KV cache); without codec, truncation, adapters or sessions; none of them on a GPU",
+        "tests/e2e/models/test_speculation.py; tests/e2e/models/test_latent_drafts.py; "
+        "tests/e2e/models/test_window_drafts.py; tests/property/drafts/test_rejected_windows.py",
     ),
     ServedMode(
         "prefill and decode servers (`--disaggregation-mode`)",

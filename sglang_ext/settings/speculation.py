@@ -17,6 +17,9 @@ NGRAM = "NGRAM"
 EAGLE = "EAGLE"  # SGLang's name of NEXTN, too
 # Of these the draft layer of their own checkpoint was tried, whose rows are as theirs.
 LATENT_KINDS = ("mla", INDEXED)
+# Of these EAGLE3 was tried, with a draft of full layers alone.
+WINDOW_KIND = "swa"
+WINDOW_TARGETS = ("GptOssForCausalLM", "MellumForCausalLM")
 # Those whose draft's KV of a token depends on the next one.
 KEYED_BY_PAIRS = (EAGLE, "EAGLE3")
 OTHER_DRAFT = (
@@ -28,7 +31,7 @@ WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
 
 
 def outside_speculation(
-    read: Callable[[str], Any], config: HierKVConfig, kind: str
+    read: Callable[[str], Any], config: HierKVConfig, kind: str, architecture: str = ""
 ) -> Iterator[tuple[str, str]]:
     """What is expected and what came, of everything that was not tried with speculation.
 
@@ -36,6 +39,7 @@ def outside_speculation(
         read: an argument's value by its name, as SGLang resolved it.
         config: the plugin's settings.
         kind: of the model, a key of ``MODEL_KINDS``.
+        architecture: of the model.
     """
     algorithm = read("speculative_algorithm")
     if algorithm is None:
@@ -51,7 +55,8 @@ def outside_speculation(
         found.append(("no data parallel attention", on(has_attention_dp(read))))
     if algorithm != NGRAM:
         found += [
-            *_outside_kinds(algorithm, kind),
+            *_outside_kinds(algorithm, kind, architecture),
+            *_outside_window_values(read, kind),
             ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
@@ -97,12 +102,24 @@ def outside_rows(target: str, draft: str) -> Iterator[tuple[str, str]]:
         yield f"a draft model with a KV pool as the target model's ({expected})", f"one of {found}"
 
 
-def _outside_kinds(algorithm: str, kind: str) -> Iterator[tuple[str, str]]:
+def _outside_kinds(algorithm: str, kind: str, architecture: str) -> Iterator[tuple[str, str]]:
     """Models whose draft would have rows of another kind than their own, or was not tried."""
-    if kind not in ("mha", *LATENT_KINDS):
+    if kind == WINDOW_KIND:
+        if algorithm != "EAGLE3":
+            yield "full attention in every layer (with window layers EAGLE3)", "a model with others"
+        elif architecture not in WINDOW_TARGETS:
+            yield f"{' or '.join(WINDOW_TARGETS)}, or full attention in every layer", architecture
+    elif kind not in ("mha", *LATENT_KINDS):
         yield "K and V of every head or latent rows in every layer", "a model with other layers"
     elif kind in LATENT_KINDS and algorithm != EAGLE:
         yield f"K and V of every head (with latent rows {EAGLE})", "a model of latent rows"
+
+
+def _outside_window_values(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
+    """A KV cache of fewer bits, which was not tried with windows and drafts."""
+    dtype = str(read("kv_cache_dtype") or "auto")
+    if kind == WINDOW_KIND and dtype not in ("auto", "bf16", "bfloat16"):
+        yield "--kv-cache-dtype auto with window layers", dtype
 
 
 _BRANCHES = {False: "", True: " (--speculative-ngram-max-bfs-breadth 1)"}
