@@ -87,10 +87,9 @@ def write_eagle3_config(folder: Path, model: Path, **more: Any) -> Path:
                      "bos_token_id", "eos_token_id", "dtype")
     }  # fmt: skip
     config |= {name: target[name] for name in target if name.startswith("rope")}
-    if "layer_types" in config.get("rope_parameters", {}) or "sliding_attention" in config.get(
-        "rope_parameters", {}
-    ):  # a rotation for each kind of layer; a draft has one kind
-        config["rope_parameters"] = config["rope_parameters"]["full_attention"]
+    rotations = config.get("rope_parameters", {})
+    if "full_attention" in rotations:  # one for each kind of layer; a draft has one kind
+        config["rope_parameters"] = rotations["full_attention"]
     config.update(
         architectures=["LlamaForCausalLMEagle3"],
         model_type="llama",
