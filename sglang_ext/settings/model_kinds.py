@@ -290,9 +290,10 @@ SERVED_MODES = (
         "a draft model with KV of its own (EAGLE, NEXTN, EAGLE3, STANDALONE; chains only)",
         "exact, at the saved position, the draft's KV with the target's; by one rank or several "
         "tensor parallel ones, for models with K and V of every head, the draft layer (MTP) "
-        "of models of latent rows, with an index or without, and gpt-oss and Mellum with EAGLE3 "
-        "(window layers in a pool of their own; the draft's KV with the full layers'; not with an "
-        "fp8 KV cache); without codec, truncation, adapters or sessions; none of them on a GPU",
+        "of models of latent rows, with an index or without; by one rank, without a remote store "
+        "and an fp8 KV cache, gpt-oss with EAGLE3 (window layers in a pool of their own; the "
+        "draft's KV with the full layers'); without codec, truncation, adapters or sessions; none "
+        "of them on a GPU",
         "tests/e2e/models/test_speculation.py; tests/e2e/models/test_latent_drafts.py; "
         "tests/e2e/models/test_window_drafts.py; tests/property/drafts/test_rejected_windows.py",
     ),

@@ -19,7 +19,7 @@ EAGLE = "EAGLE"  # SGLang's name of NEXTN, too
 LATENT_KINDS = ("mla", INDEXED)
 # Of these EAGLE3 was tried, with a draft of full layers alone.
 WINDOW_KIND = "swa"
-WINDOW_TARGETS = ("GptOssForCausalLM", "MellumForCausalLM")
+WINDOW_TARGETS = ("GptOssForCausalLM",)
 # Those whose draft's KV of a token depends on the next one.
 KEYED_BY_PAIRS = (EAGLE, "EAGLE3")
 OTHER_DRAFT = (
@@ -56,7 +56,7 @@ def outside_speculation(
     if algorithm != NGRAM:
         found += [
             *_outside_kinds(algorithm, kind, architecture),
-            *_outside_window_values(read, kind),
+            *_outside_windows(read, config, kind),
             ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
@@ -115,11 +115,19 @@ def _outside_kinds(algorithm: str, kind: str, architecture: str) -> Iterator[tup
         yield f"K and V of every head (with latent rows {EAGLE})", "a model of latent rows"
 
 
-def _outside_window_values(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
-    """A KV cache of fewer bits, which was not tried with windows and drafts."""
+def _outside_windows(
+    read: Callable[[str], Any], config: HierKVConfig, kind: str
+) -> Iterator[tuple[str, str]]:
+    """What was not tried with windows and drafts together, and is with each of them."""
+    if kind != WINDOW_KIND:
+        return
     dtype = str(read("kv_cache_dtype") or "auto")
-    if kind == WINDOW_KIND and dtype not in ("auto", "bf16", "bfloat16"):
+    if dtype not in ("auto", "bf16", "bfloat16"):
         yield "--kv-cache-dtype auto with window layers", dtype
+    if (read("tp_size") or 1) > 1:
+        yield "--tp-size 1 with window layers", f"{read('tp_size')}"
+    if config.remote_url:
+        yield "no --hier-kv-remote-url with window layers", "it"
 
 
 _BRANCHES = {False: "", True: " (--speculative-ngram-max-bfs-breadth 1)"}

@@ -1,28 +1,21 @@
-"""Window layers and an EAGLE-3 draft, on the real server: gpt-oss, and Mellum.
+"""Window layers and an EAGLE-3 draft, on the real server: gpt-oss.
 
 A page of the full layers holds the draft's layer behind them; window layers are kept where a prompt
 is resumed. What is restored is compared with plain SGLang's device hits bit for bit, as is how many
-guesses are right; without the draft's rows fewer are. And what is stored, of either part, is
-compared with the KV of the same tokens, computed without speculation.
-
-By default gpt-oss runs on one rank; the long form has Mellum, two ranks and a remote store.
+guesses are right; without the draft's rows fewer are.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from sglang_ext.device.layout import LayerGroups, PageLayout
-from sglang_ext.device.windows.window_layers import group_hashes
+from sglang_ext.device.layout import PageLayout
 from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.eagle import DRAFTS
 from testkit.drafts.eagle3 import (
@@ -31,12 +24,9 @@ from testkit.drafts.eagle3 import (
     write_eagle3_config,
     write_oss_draft,
 )
-from testkit.hybrids.window_model import PATTERN, write_window_model
-from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.requests import flush_device
 from testkit.server import Server
-from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import ask, by_tier, connected, real_prompts, settled, state
+from tests.e2e.hier_server import by_tier, real_prompts, settled
 from tests.e2e.models import test_speculation as speculation
 from tests.e2e.models.test_speculation import (
     assert_same,
@@ -78,11 +68,6 @@ class Kind:
     window: tuple[int, ...]
     guesses_well: bool = False
 
-    def groups(self, num_drafts: int) -> LayerGroups:
-        """Which layers the parts of a page hold."""
-        behind = len(self.full) + len(self.window)
-        return LayerGroups((*self.full, *range(behind, behind + num_drafts)), self.window)
-
 
 def _layers(of_window: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
     full, window = (
@@ -96,7 +81,6 @@ KINDS = {
     "gpt-oss": Kind(
         write_drafted_oss_model, *_layers([kind != "full_attention" for kind in LAYER_TYPES]), True
     ),
-    "mellum": Kind(write_window_model, *_layers([bool(kind) for kind in PATTERN])),
 }
 
 
@@ -211,105 +195,3 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(name: str, tmp_pat
     if kind.guesses_well:
         assert share(hits) > 0.3
         assert share(without) < share(hits) - 0.1
-
-
-def target_kv(folder: Path, kind: Kind, num_drafts: int) -> dict[tuple[bytes, int], Any]:
-    """K and V of each layer of the target in each stored page, by its hash and the layer."""
-    layout, groups = layout_of(kind, 4, num_drafts), kind.groups(num_drafts)
-    found: dict[tuple[bytes, int], Any] = {}
-    for _, _, record in records(folder):
-        meta, _ = parse_header(record)
-        key = np.frombuffer(meta.page_hash, np.uint8)[None]
-        for number, layers in enumerate(groups.model_layers):
-            own = key if not number else group_hashes(key, number - 1)
-            for at, layer in enumerate(layers):
-                if layer < len(kind.full) + len(kind.window):
-                    block = slice(
-                        layout.k_offsets[at], [*layout.k_offsets, layout.tail_offset][at + 1]
-                    )
-                    found[own.tobytes(), layer] = record[block].view(np.float32).copy()
-    return found
-
-
-@pytest.mark.sampled("gpt-oss")
-@pytest.mark.parametrize("name", KINDS)
-def test_no_token_that_was_not_verified_is_in_a_stored_page_of_either_part(
-    name: str, tmp_path: Path
-) -> None:
-    kind, exact = write(name, tmp_path), ["--dtype", "float32"]
-    prompts = list(real_prompts([100, 333, 40, 512, 200, 90], seed=8))
-    short = list(real_prompts([126, 125, 124, 125, 123, 122], seed=9))
-    with server_of(tmp_path, *exact, *args_of(name, tmp_path), disk="guessed") as server:
-        with ThreadPoolExecutor(len(prompts)) as pool:  # batches of several lengths
-            answers = list(pool.map(lambda prompt: ask(server, prompt, 80), prompts))
-        # Answers that end within what a verification accepts, where a page is full or nearly so.
-        ends = [ask(server, prompt, 2 + at) for at, prompt in enumerate(short)]
-        settled(server)
-    right, proposed = (sum(x) for x in zip(*(guesses(a) for a in answers), strict=True))
-    assert right < 0.95 * proposed
-    texts = [
-        [*p, *a["output_ids"]] for p, a in zip([*prompts, *short], [*answers, *ends], strict=True)
-    ]
-    with server_of(tmp_path, *exact, disk="plain") as server:
-        for text in texts:
-            ask(server, text, 1)
-        settled(server)
-    stored, wanted = (
-        target_kv(tmp_path / "guessed", kind, 1),
-        target_kv(tmp_path / "plain", kind, 0),
-    )
-    compared = {"full": 0, "window": 0, "generated": 0}
-    for text, prompt in zip(texts, [*prompts, *short], strict=True):
-        keys = zip(page_keys(text, of_pairs=True), page_keys(text, of_pairs=False), strict=False)
-        for page, (own, other) in enumerate(keys):
-            for layer in (*kind.full, *kind.window):
-                if (own, layer) not in stored or (other, layer) not in wanted:
-                    continue
-                compared["window" if layer in kind.window else "full"] += 1
-                compared["generated"] += (page + 1) * PAGE > len(prompt) and layer in kind.window
-                np.testing.assert_allclose(
-                    stored[own, layer], wanted[other, layer], atol=5e-3, rtol=0
-                )
-    print(name, right, proposed, compared)
-    assert min(compared.values()) > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", KINDS)
-def test_two_ranks_agree_on_what_is_restored(name: str, tmp_path: Path) -> None:
-    """Their stores are late; SGLang's consensus checker ends the server where they differ."""
-    write(name, tmp_path)
-    args = [*args_of(name, tmp_path), "--tp-size", "2"]
-    env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
-    with server_of(tmp_path, *args, env=env) as server:
-        hits = device_hits(server)
-        flush_device(server)
-        check_restored(turns(server), hits, "host")
-        settled(server)
-        counts = [rank["host"].get("restored_pages", 0) for rank in state(server)["tp_ranks"]]
-        assert counts[0] == counts[1] > 0
-        log = server.log()
-    assert log.count("Rank consensus checker is enabled") == 2
-    assert "Found rank divergence" not in log
-    with server_of(tmp_path, *args, env=env) as server:
-        check_restored(turns(server), hits, "disk")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", KINDS)
-def test_another_server_gets_pages_and_windows_from_their_store(name: str, tmp_path: Path) -> None:
-    write(name, tmp_path)
-    (tmp_path / "shared").mkdir()
-    store = ["--hier-kv-remote-url", f"file://{tmp_path / 'shared'}?size=1GB"]
-    args = [*args_of(name, tmp_path), *store]
-    with server_of(tmp_path, *args, disk="") as server:
-        connected(server)
-        hits = device_hits(server)
-        saved = settled(server)["host"]["saved_pages"]
-        deadline_s = time.monotonic() + 300
-        while state(server)["host"].get("remote_written_pages", 0) < saved:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.1)
-    with server_of(tmp_path, *args, disk="") as server:
-        connected(server)
-        check_restored(turns(server), hits, "remote")

@@ -26,10 +26,6 @@ SHOWN = ("loaded_pages", "saved_windows", "evicted_pages", "restored_pages", "pr
 
 WORLDS: dict[str, dict[str, Any]] = {
     "no multiple of the page": {"window": 6},
-    "shorter than a page": {"window": 3, "window_pages": 24},
-    "write back, two pages": {"window": 8, "policy": "write_back"},
-    "a draft with other rows": {"window": 6, "two_shapes": True},
-    "several ranks": {"window": 6, "is_one_of_many": True},
 }
 
 

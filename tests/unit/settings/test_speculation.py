@@ -51,7 +51,7 @@ def test_draft_layers_of_models_with_latent_rows_are_served(kind: str) -> None:
 
 @pytest.mark.parametrize("architecture", WINDOW_TARGETS)
 def test_eagle3_is_served_where_layers_have_windows(architecture: str) -> None:
-    check("EAGLE3", "swa", architecture=architecture, tp_size=2, attention_backend="fa3")
+    check("EAGLE3", "swa", architecture=architecture, attention_backend="fa3")
 
 
 def test_drafts_of_a_model_are_served_whatever_masks() -> None:
@@ -77,11 +77,18 @@ REFUSED = [
     (
         "EAGLE3",
         {"kind": "swa", "architecture": "LagunaForCausalLM"},
-        "GptOssForCausalLM or MellumForCausalLM, or full attention in every layer with",
+        "GptOssForCausalLM, or full attention in every layer with",
         "LagunaForCausalLM",
     ),
     ("EAGLE3", {"kind": "swa of two shapes"}, "K and V of every head or latent rows in every", "a"),
     ("EAGLE3", {**OSS, "kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto with", "fp8_e4m3"),
+    ("EAGLE3", {**OSS, "tp_size": 2}, "--tp-size 1 with window layers with", "2"),
+    (
+        "EAGLE3",
+        {**OSS, "config": {"remote_url": "file:///d"}},
+        "no --hier-kv-remote-url with",
+        "it",
+    ),
     ("EAGLE3", {**OSS, "config": {"codec": "lossless"}}, "--hier-kv-codec none with", "lossless"),
     ("EAGLE3", {**OSS, "config": {"truncation": "overflow"}}, "--hier-kv-truncation off", "over"),
     ("EAGLE3", {**OSS, "tp_size": 2, "attn_dp_size": 2}, "no data parallel attention with", "it"),
