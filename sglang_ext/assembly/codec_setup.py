@@ -81,9 +81,9 @@ def build_page_codec(
     kv_dtype: torch.dtype,
     runner: Any,
     place: RankPlace,
+    num_draft_layers: int = 0,
     *,
     has_states: bool = False,
-    num_draft_layers: int = 0,
 ) -> PageCodec | None:
     """The codec of records; None where none are kept, or where codecs cannot see the pool.
 
@@ -125,9 +125,9 @@ def build_remote_codec(
     kv_dtype: torch.dtype,
     runner: Any,
     place: RankPlace,
+    num_draft_layers: int = 0,
     *,
     has_states: bool = False,
-    num_draft_layers: int = 0,
 ) -> RemotePageCodec | None:
     """The codec of the remote store; None where pages travel raw.
 

@@ -8,22 +8,9 @@ from typing import Any
 import torch
 
 from sglang_ext.device.load_counter import LoadCounter
-from sglang_ext.device.pools import DevicePool, describe_pools, with_layers_of
 from sglang_ext.device.rope_discovery import LayerRope
 
 _KEPT = "a draft model's"
-
-
-def with_drafts(pool: DevicePool, draft_runners: Sequence[Any]) -> DevicePool:
-    """The target's layers and behind them those of the draft models, in the same rows.
-
-    Raises:
-        HierKVConfigError: a draft model's pool is none whose rows a page can hold.
-    """
-    for runner in draft_runners:
-        # Beside a model with states SGLang's pool is a hybrid's that has full layers alone.
-        pool = with_layers_of(pool, describe_pools(runner.token_to_kv_pool).full)
-    return pool
 
 
 def kept_ropes(num_layers: int) -> list[LayerRope]:

@@ -6,7 +6,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -29,7 +28,6 @@ from sglang_ext.assembly.draft_setup import (
     draft_facts,
     kept_ropes,
     live_models,
-    with_drafts,
 )
 from sglang_ext.assembly.early_checks import check_slots
 from sglang_ext.assembly.index_setup import index_facts
@@ -157,12 +155,8 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     read = None
     if ctx.is_hybrid_swa:
         read = read_layers(runner.model_config.hf_text_config, runner.model)
-    pools = describe_pools(kv_pool, read)
-    num_own = pools.full.num_layers
-    if drafts:
-        pools = replace(pools, full=with_drafts(pools.full, drafts))
-    pool = pools.full
-    num_draft_layers = pool.num_layers - num_own
+    pools = describe_pools(kv_pool, read, [each.token_to_kv_pool for each in drafts])
+    pool, num_drafts = pools.full, pools.num_draft_layers
     layout = pools.layout(ctx.params.page_size)
     snapshots = snapshots_of(ctx, layout)
     is_hybrid = pools.window is not None or snapshots is not None
@@ -181,18 +175,18 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     config = config if one_copy is None else one_copy.config
     first_layer = int(kv_pool.start_layer) if place.pp_size > 1 else 0
     if pools.window is not None:
-        moves = config.truncation != "off" and group is None and not place.shares_steps
+        alone = group is None and not place.shares_steps and not drafts
+        moves = config.truncation != "off" and alone
         ropes, *window_ropes = ropes_of_parts(runner.model, pools, moves=moves)
     else:
-        of_stage = range(first_layer, first_layer + num_own)
+        of_stage = range(first_layer, first_layer + pool.num_layers - num_drafts)
         ropes = bound_ropes(pool) if is_bound else discover_ropes(runner.model, pool, of_stage)
-        ropes += kept_ropes(pool.num_layers - len(ropes))
+        ropes += kept_ropes(pool.num_layers - len(ropes))  # none where all are bound
         window_ropes = []
     of_pages = (config, pool, layout, kv_pool.dtype, runner, place)
-    kinds: dict[str, Any] = {"has_states": snapshots is not None}
-    kinds["num_draft_layers"] = num_draft_layers
-    page_codec = build_page_codec(*of_pages, **kinds)
-    remote_codec = build_remote_codec(*of_pages, **kinds)
+    has_states = snapshots is not None
+    page_codec = build_page_codec(*of_pages, num_drafts, has_states=has_states)
+    remote_codec = build_remote_codec(*of_pages, num_drafts, has_states=has_states)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
     # Of hybrids, an index, and drafts without a lossy codec only what moves is anything but exact.
@@ -215,7 +209,7 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
         check_room(snapshots, store.arena.num_slots)
     linker = _linker(
         ctx, config, pools, layout, [ropes, *window_ropes], cache, store, feeds, snapshots,
-        num_drafts=pool.num_layers - num_own, accepts_all=group is not None,
+        num_drafts=num_drafts, accepts_all=group is not None,
     )  # fmt: skip
     timer = ForwardTimer(
         cost,

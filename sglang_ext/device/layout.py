@@ -155,7 +155,8 @@ class LayerGroups:
     """Which layers of a model the parts of its pages hold.
 
     Attributes:
-        full: the model's layers with full attention, by number; what a page holds.
+        full: the model's layers with full attention, by number, and behind them those of draft
+            models, numbered on from the model's last; what a page holds.
         window: those with a window.
     """
 

@@ -171,14 +171,16 @@ class HybridPools:
     """The device tier of a model whose window layers may have a pool of their own.
 
     Attributes:
-        full: of the layers with full attention, or of all.
+        full: of the layers with full attention, or of all; those of draft models behind them.
         window: of the window layers; None where there is no such pool.
         groups: which layers these are; None without `window`.
+        num_draft_layers: how many of `full`'s, the last ones, are of draft models.
     """
 
     full: DevicePool
     window: DevicePool | None = None
     groups: LayerGroups | BlockGroups | None = None
+    num_draft_layers: int = 0
 
     def layout(self, page_size: int) -> PageLayout:
         """The layout of the full layers' pages; those of groups of blocks lie in its frame."""
@@ -193,18 +195,25 @@ class HybridPools:
         return [_of_blocks(self.window, group) for group in self.groups.groups]
 
 
-def describe_pools(kv_pool: Any, read_layers: Collection[int] | None = None) -> HybridPools:
+def describe_pools(
+    kv_pool: Any, read_layers: Collection[int] | None = None, drafts: Sequence[Any] = ()
+) -> HybridPools:
     """As `describe_pool`, of a pool that may be one of two, or of a hybrid with states.
 
     Args:
         kv_pool: as `describe_pool` says.
         read_layers: of a model with window layers in a pool of their own, the layers whose KV some
             layer reads, by number; None: all. The others' rows, which nobody writes, are left out.
+        drafts: pools of draft models, whose layers follow the full ones in the same rows. Behind
+            windows they are numbered on from the model's last layer.
+
+    Raises:
+        HierKVConfigError: a pool is none that the plugin copies, or a draft's has other rows.
     """
-    if type(kv_pool).__name__ == "HybridLinearKVPool":
-        return HybridPools(describe_pool(kv_pool.full_kv_pool))
     if type(kv_pool).__name__ != "SWAKVPool":
-        return HybridPools(describe_pool(kv_pool))
+        own = describe_pool(_full_layers_of(kv_pool))
+        full = _with_drafts(own, drafts)
+        return HybridPools(full, num_draft_layers=full.num_layers - own.num_layers)
     full, window = describe_pool(kv_pool.full_kv_pool), describe_pool(kv_pool.swa_kv_pool)
     if (full.kind, window.kind, window.dtype) != ("mha", "mha", full.dtype):
         raise HierKVConfigError(
@@ -216,21 +225,36 @@ def describe_pools(kv_pool: Any, read_layers: Collection[int] | None = None) -> 
     for layer, (index, is_window) in kv_pool.layers_mapping.items():
         if read_layers is None or layer in read_layers:
             layers[bool(is_window)][index] = layer
-    full = pool_of(full, sorted(layers[False]))
-    window = pool_of(window, sorted(layers[True]))
-    ids = [tuple(by_index[i] for i in sorted(by_index)) for by_index in layers.values()]
-    return HybridPools(full, window, _groups_of(full, window, ids, int(kv_pool.page_size)))
-
-
-def _groups_of(
-    full: DevicePool, window: DevicePool, ids: list[tuple[int, ...]], page_size: int
-) -> LayerGroups | BlockGroups:
-    """How window layers are put into pages: by layers of one shape, or by blocks of several."""
-    if not all(ids):
+    if not all(layers.values()):
         raise HierKVConfigError(
             "--enable-hier-kv needs window layers and full layers with KV of their own, got a "
             "model without one of the two; leave the flag out for this model."
         )
+    of_full, of_window = (tuple(found[i] for i in sorted(found)) for found in layers.values())
+    full = _with_drafts(pool_of(full, sorted(layers[False])), drafts)
+    behind, num_draft_layers = 1 + max(kv_pool.layers_mapping), full.num_layers - len(of_full)
+    of_full += tuple(range(behind, behind + num_draft_layers))
+    window = pool_of(window, sorted(layers[True]))
+    groups = _groups_of(full, window, (of_full, of_window), int(kv_pool.page_size))
+    return HybridPools(full, window, groups, num_draft_layers)
+
+
+def _full_layers_of(kv_pool: Any) -> Any:
+    """The pool of layers with full attention; beside a state it is within another."""
+    return kv_pool.full_kv_pool if type(kv_pool).__name__ == "HybridLinearKVPool" else kv_pool
+
+
+def _with_drafts(pool: DevicePool, drafts: Sequence[Any]) -> DevicePool:
+    """The target's layers and behind them those of the draft models, in the same rows."""
+    for draft in drafts:
+        pool = with_layers_of(pool, describe_pool(_full_layers_of(draft)))
+    return pool
+
+
+def _groups_of(
+    full: DevicePool, window: DevicePool, ids: tuple[tuple[int, ...], ...], page_size: int
+) -> LayerGroups | BlockGroups:
+    """How window layers are put into pages: by layers of one shape, or by blocks of several."""
     pairs = zip((*full.k, *window.k), (*full.v, *window.v), strict=True)
     if len({(k.shape[1:], v.shape[1:]) for k, v in pairs}) == 1:
         return LayerGroups(full=ids[0], window=ids[1])

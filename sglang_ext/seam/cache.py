@@ -573,7 +573,8 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def _num_resumable(self, req: Any) -> int:
         """Pages of a prompt behind which it can be resumed: its last token is computed."""
-        return int((len(req.full_untruncated_fill_ids) - 1) // self.page_size)
+        num_keyed = len(req.full_untruncated_fill_ids) - 1 - self._keys_are_pairs
+        return int(max(0, num_keyed) // self.page_size)
 
     def _tokens_to_find(self, req: Any, tokens: Any) -> Any:
         """A prompt's tokens, with its last one where that ends a page.

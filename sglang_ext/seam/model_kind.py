@@ -84,8 +84,8 @@ def model_kind(model_config: Any) -> str:
     return "mla" if model_config.attention_arch == AttentionArch.MLA else "mha"
 
 
-def rows_of(model_config: Any, kv_cache_dtype: str) -> str:
-    """What SGLang keeps of a token in a layer of a model, in words; "" where it may be either.
+def rows_of(model_config: Any, kv_cache_dtype: str, *, drafts: bool = False) -> str:
+    """What SGLang keeps of a token in a full layer, in words; "" where it may be either.
 
     As `device/pools.py` finds it when the pool is built. Of a draft model, too, whose architecture
     has a name of its own.
@@ -93,12 +93,15 @@ def rows_of(model_config: Any, kv_cache_dtype: str) -> str:
     Args:
         model_config: SGLang's ``ModelConfig``.
         kv_cache_dtype: of the pool, as SGLang resolved it.
+        drafts: it is a draft model, of which all layers have to be full ones.
     """
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 
-    if mambaish_config(model_config) is not None or model_config.is_hybrid_swa:
+    if mambaish_config(model_config) is not None:
         return ""
+    if drafts and model_config.is_hybrid_swa:
+        return "window layers with a pool of their own"
     is_latent = model_config.attention_arch == AttentionArch.MLA
     if is_latent and is_deepseek_dsa(model_config.hf_config):
         rows = "latent rows with an index"

@@ -117,6 +117,7 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
                 self,
                 pages=pages,
                 may_move=lambda: cache_linker.movable,  # the check at start may say otherwise
+                of_pairs=bool(cache.tree_core.is_eagle),
                 offers_stored=is_one_of_many,
             )
         self.states: StatePages | None = None

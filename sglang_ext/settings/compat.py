@@ -149,9 +149,8 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     if resolved.model_kind == INDEXED:
         for expected, found in outside_index(resolved.values.get, config):
             _refuse(expected, found, f"change it, or {WITHOUT}")
-    for expected, found in outside_speculation(
-        resolved.values.get, config, resolved.model_kind, resolved.architecture
-    ):
+    model = resolved.model_kind, resolved.architecture
+    for expected, found in outside_speculation(resolved.values.get, config, *model):
         _refuse(expected, found, WITHOUT_SPECULATION)
     for expected, found in outside_rows(*resolved.rows):
         _refuse(expected, found, OTHER_DRAFT)

@@ -67,6 +67,7 @@ def outside_disaggregation(
             "--speculative-algorithm EAGLE, EAGLE3 or NEXTN, or none",
             "" if algorithm in _DRAFTS else algorithm,
         ),
+        ("no --speculative-algorithm with window layers", algorithm if kind == "swa" else ""),
         *adapters_and_sessions(read),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
         _of_coded_drafts(algorithm, config),

@@ -294,13 +294,16 @@ SERVED_MODES = (
         "coded with `hier`, of models with K and V of every head, the draft's KV without loss "
         "(docs/codec.md), run with EAGLE by one rank; by one rank or several "
         "tensor parallel ones, for models with K and V of every head, and the draft layer (MTP) "
-        "of models of latent rows, with an index or without, and, by one rank and without codec, "
-        "of Qwen3-Next; prompts that are cut, computed anew behind each new cut (not with states); "
+        "of models of latent rows, with an index or without; by one rank and without codec or an "
+        "fp8 KV cache the draft layer of Qwen3-Next, and, without a remote store, gpt-oss with "
+        "EAGLE3 (window layers in a pool of their own; the draft's KV with the full layers'); "
+        "prompts that are cut, computed anew behind each new cut (not with these two); "
         "without adapters or sessions; codecs run by one rank; EAGLE3 run with random weights "
-        "only, none of them on a GPU",
+        "where all layers are full, none of them on a GPU",
         "tests/e2e/models/test_speculation.py; tests/e2e/models/test_latent_drafts.py; "
         "tests/e2e/models/test_coded_drafts.py; tests/e2e/models/test_state_drafts.py; "
-        "tests/property/drafts/test_verified_states.py",
+        "tests/e2e/models/test_window_drafts.py; tests/property/drafts/test_verified_states.py; "
+        "tests/property/drafts/test_rejected_windows.py",
     ),
     ServedMode(
         "prefill and decode servers (`--disaggregation-mode`)",

@@ -25,6 +25,9 @@ WHOLE_KINDS = ("mha", *LATENT_KINDS)
 DRAFTED_HYBRIDS = ("Qwen3NextForCausalLM",)
 # Half of the least distance at which SGLang keeps states.
 _MOST_GUESSES = 32
+# Of these EAGLE3 was tried, with a draft of full layers alone.
+WINDOW_KIND = "swa"
+WINDOW_TARGETS = ("GptOssForCausalLM",)
 # Those whose draft's KV of a token depends on the next one.
 KEYED_BY_PAIRS = (EAGLE, "EAGLE3")
 OTHER_DRAFT = (
@@ -62,7 +65,8 @@ def outside_speculation(
         found += _outside_states(read, architecture)
     if algorithm != NGRAM:
         found += [
-            *_outside_kinds(algorithm, kind),
+            *_outside_kinds(algorithm, kind, architecture),
+            *_outside_windows(read, config, kind),
             ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
@@ -132,9 +136,14 @@ def outside_rows(target: str, draft: str) -> Iterator[tuple[str, str]]:
         yield f"a draft model with a KV pool as the target model's ({expected})", f"one of {found}"
 
 
-def _outside_kinds(algorithm: str, kind: str) -> Iterator[tuple[str, str]]:
+def _outside_kinds(algorithm: str, kind: str, architecture: str) -> Iterator[tuple[str, str]]:
     """Models whose draft would have rows of another kind than their own, or was not tried."""
-    if kind == STATE_KINDS[0]:
+    if kind == WINDOW_KIND:
+        if algorithm != "EAGLE3":
+            yield "full attention in every layer (with window layers EAGLE3)", "a model with others"
+        elif architecture not in WINDOW_TARGETS:
+            yield f"{' or '.join(WINDOW_TARGETS)}, or full attention in every layer", architecture
+    elif kind == STATE_KINDS[0]:
         if algorithm != EAGLE:
             yield f"K and V of every head (with states {EAGLE})", "a model of states"
     elif kind not in WHOLE_KINDS:
@@ -168,6 +177,21 @@ def _outside_states(read: Callable[[str], Any], architecture: str) -> Iterator[t
     )
     dtype = str(read("kv_cache_dtype") or "auto")
     yield "--kv-cache-dtype auto", dtype if dtype.startswith("fp8") else ""
+
+
+def _outside_windows(
+    read: Callable[[str], Any], config: HierKVConfig, kind: str
+) -> Iterator[tuple[str, str]]:
+    """What was not tried with windows and drafts together, and is with each of them."""
+    if kind != WINDOW_KIND:
+        return
+    dtype = str(read("kv_cache_dtype") or "auto")
+    if dtype not in ("auto", "bf16", "bfloat16"):
+        yield "--kv-cache-dtype auto with window layers", dtype
+    if (read("tp_size") or 1) > 1:
+        yield "--tp-size 1 with window layers", f"{read('tp_size')}"
+    if config.remote_url:
+        yield "no --hier-kv-remote-url with window layers", "it"
 
 
 _BRANCHES = {False: "", True: " (--speculative-ngram-max-bfs-breadth 1)"}

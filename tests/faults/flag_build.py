@@ -28,7 +28,6 @@ def build(server_args: Any) -> str:
 
 
 def _build_rank(server_args: Any, rank: int) -> list[str]:
-    from sglang_ext.assembly.draft_setup import with_drafts
     from sglang_ext.device.pools import describe_pools
     from sglang_ext.seam.hooks.loaded_models import algorithm_of
     from sglang_ext.seam.start.ranks import rank_place
@@ -43,10 +42,7 @@ def _build_rank(server_args: Any, rank: int) -> list[str]:
     check_keys(algorithm_of(maker), are_pairs=tree.tree_core.is_eagle, has_states=ctx.is_hybrid_ssm)
     kv_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     drafts = _draft_pools(server_args, maker, ctx)
-    full = describe_pools(kv_pool).full
-    with_drafts(full, [SimpleNamespace(token_to_kv_pool=each) for each in drafts]).layout(
-        ctx.params.page_size
-    )
+    describe_pools(kv_pool, drafts=drafts).layout(ctx.params.page_size)
     return [type(each).__name__ for each in (kv_pool, *drafts)]
 
 

@@ -59,6 +59,7 @@ _MODES: dict[str, dict[str, Any]] = {
         "attention_backend": "triton",
     },
     "drafts of a model": {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
+    "drafts of EAGLE3": {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1},
     "adapters": {"enable_lora": True},
     "streaming sessions": {"enable_streaming_session": True},
     "prefill servers": {"disaggregation_mode": "prefill"},
@@ -77,6 +78,7 @@ _KINDS: dict[str, tuple[str, dict[str, str]]] = {
         "windows",
         {
             "gpt-oss": "GptOssForCausalLM",
+            "Mellum": "MellumForCausalLM",
             "Laguna": "LagunaForCausalLM",
             "Llama 4": "Llama4ForConditionalGeneration",
         },

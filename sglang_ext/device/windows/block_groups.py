@@ -31,7 +31,8 @@ class BlockGroups:
     """Which blocks the parts of a model's pages hold.
 
     Attributes:
-        full: the model's layers with full attention whose KV is stored; what a page holds.
+        full: the model's layers with full attention whose KV is stored, and draft models' behind
+            them (`LayerGroups`); what a page holds.
         window: those with a window.
         groups: blocks of window layers; `Block.index` is an index into `window`.
     """

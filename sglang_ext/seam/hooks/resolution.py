@@ -116,7 +116,7 @@ def _rows(server_args: Any, model_config: Any, values: Mapping[str, Any]) -> tup
         logger.warning("hier-kv: the draft model's configuration is not known yet: %s", error)
         return "", ""
     dtype = str(values.get("kv_cache_dtype"))
-    return rows_of(model_config, dtype), rows_of(draft, dtype)
+    return rows_of(model_config, dtype), rows_of(draft, dtype, drafts=True)
 
 
 def _stages(model_config: Any, num_stages: int) -> tuple[tuple[int, int], ...]:

@@ -49,6 +49,7 @@ class WindowPages(ResumablePages):
         saver: what saves.
         pages: quality of the pages in the tree.
         may_move: what is saved may be resumed at other positions, too.
+        of_pairs: SGLang's keys are of pairs of tokens; see `page_hash`.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class WindowPages(ResumablePages):
         *,
         pages: DeviceProvenance,
         may_move: Callable[[], bool],
+        of_pairs: bool = False,
         offers_stored: bool = False,
     ) -> None:
         super().__init__(store, tree, offers_stored=offers_stored)
@@ -67,6 +69,7 @@ class WindowPages(ResumablePages):
         self._saver = saver
         self._pages = pages
         self._may_move = may_move
+        self._of_pairs = of_pairs
 
     # ---- hits ----
 
@@ -169,15 +172,17 @@ class WindowPages(ResumablePages):
         """
         state = find_state(req)
         ends = set() if state is None else set(state.resume_pages)
-        size = self._layers.page_size
-        num_prompt = len(req.origin_input_ids)
+        size, num_prompt = self._layers.page_size, len(req.origin_input_ids)
         # Between chunks nobody goes on. The same prompt again computes its last token, so it
         # resumes before that.
-        own = {up_to // size, (num_prompt - 1) // size} - {0} if up_to >= num_prompt else set()
+        own: set[int] = set()
+        if up_to >= num_prompt:
+            own = {self._whole_pages(up_to), self._whole_pages(num_prompt - 1)} - {0}
         ends |= own
         if not ends:
             return None
-        num_pages, nodes = self._tree.window_path(request_key(req, up_to, size))
+        key = request_key(req, up_to, size, of_pairs=self._of_pairs)
+        num_pages, nodes = self._tree.window_path(key)
         for end in sorted(ends):
             if end <= num_pages:
                 self._save_end(space, nodes, end, placed)
@@ -191,13 +196,17 @@ class WindowPages(ResumablePages):
         # Of what a decode server was sent it is not known where paths part.
         if own and req.finished() and (state is None or state.received is None):
             # The tree may have less than all tokens: who comes next goes on where that ends.
-            needed = own | {num_prompt // size, num_pages}
+            needed = own | {self._whole_pages(num_prompt), num_pages}
             needed |= {node.end for node in nodes if node.parts}
         if not gone_on and not needed:
             return None
         path = hashes_from_hex([page for node in nodes for page in node.hashes][:num_pages])
         # What was let leave once, and is an end of this turn, too, stays again.
         return partial(self._note_turn, space, path, gone_on | needed & own, needed)
+
+    def _whole_pages(self, num_tokens: int) -> int:
+        """Pages that some tokens fill; with keys of pairs they are a pair less."""
+        return max(0, num_tokens - self._of_pairs) // self._layers.page_size
 
     def _note_turn(
         self, space: KeySpace, path: Hashes, gone_on: set[int], needed: set[int]

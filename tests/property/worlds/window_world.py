@@ -3,7 +3,8 @@
 A row holds a fingerprint of whose it is (weights and tenant), of all tokens up to its own and of
 its layer. So what a request is about to attend to, and what lies in DRAM under any key, can be
 compared with what has to be there: in a full layer all rows before, in a window layer those of the
-window. Rows that are free are poison.
+window. Rows that are free are poison. With a draft model (EAGLE) there is a layer of its own in the
+full layers' rows, of which a token's row says which token follows, too, and keys are of pairs.
 """
 
 from __future__ import annotations
@@ -38,13 +39,14 @@ from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
     MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool  # noqa: E402
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
 from sglang.srt.mem_cache.radix_cache import RadixKey  # noqa: E402
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool  # noqa: E402
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType  # noqa: E402
 from sglang.srt.mem_cache.utils import get_storage_hash_str  # noqa: E402
 
 from sglang_ext.admission.waiting_request import ReusablePrefix  # noqa: E402
+from sglang_ext.assembly.draft_setup import count_loads_of  # noqa: E402
 from sglang_ext.assembly.policy_setup import placement_of  # noqa: E402
 from sglang_ext.assembly.window_setup import bound_ropes, place_questions_of, window_layers  # noqa: E402
 from sglang_ext.codec.coded_shape import CodedShape  # noqa: E402
@@ -78,6 +80,7 @@ from sglang_ext.tiers.store.types import READY  # noqa: E402
 PAGE, HEADS, DIM = 4, 2, 16
 CODED_HEADS = 32  # so that a page is of several blocks of a disk, and coding it saves some
 FULL, WINDOWED = (2, 5), (0, 1, 3, 4, 6)  # the model's layers
+DRAFT = 7  # of a draft model, where there is one
 SHARING = (7,), (8,)  # those of both kinds that read the KV of others, where there are such
 # Of two shapes: K and V differ in each layer, and one of a window needs less than a full one.
 TWO_SHAPES = {"v_head_dim": 12, "swa_head_num": 2, "swa_head_dim": 20, "swa_v_head_dim": 14}
@@ -269,6 +272,7 @@ class WindowWorld:
         remote: RemoteStore | None = None,
         is_one_of_many: bool = False,
         two_shapes: bool = False,
+        drafts: bool = False,
         coded: str = "",
         index_pages: int = 4096,
     ) -> None:
@@ -289,6 +293,10 @@ class WindowWorld:
             *sizes, PAGE, torch.bfloat16, "cpu", self.kv_pool, False
         )
         self.req_pool = ReqToTokenPool(16, MAX_TOKENS, "cpu", False)
+        self.of_pairs = drafts
+        self.draft_pools = [
+            MHATokenToKVPool(sizes[0], PAGE, torch.bfloat16, HEADS, DIM, 1, "cpu", False)
+        ] * drafts
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.req_pool,
@@ -297,8 +305,10 @@ class WindowWorld:
             tree_components=(ComponentType.FULL, ComponentType.SWA),
             tree_core_backend="python",
             sliding_window_size=window,
+            is_eagle=drafts,
         )
-        pools = describe_pools(self.kv_pool, {*FULL, *WINDOWED} if two_shapes else None)
+        read_layers = {*FULL, *WINDOWED} if two_shapes else None
+        pools = describe_pools(self.kv_pool, read_layers, self.draft_pools)
         assert pools.groups is not None
         assert isinstance(pools.groups, BlockGroups) == two_shapes
         ropes, *window_ropes = map(self.ropes_of, [pools.full, *pools.window_parts()])
@@ -340,7 +350,7 @@ class WindowWorld:
             linker = HierKVLinker(
                 self.store,
                 copier,
-                num_layers=len(FULL) + len(WINDOWED),
+                num_layers=len(FULL) + len(WINDOWED) + len(self.draft_pools),
                 page_size=PAGE,
                 kv_pool=self.kv_pool,
                 port=HostPort(),
@@ -355,7 +365,11 @@ class WindowWorld:
 
         self.cache = HierKVRadixCache(params, make_parts)
         self.cache.bind_scheduler(self)
-        self.kv_pool.register_layer_transfer_counter(self.cache.hier_linker.layer_done_counter)
+        counter = self.cache.hier_linker.layer_done_counter
+        self.kv_pool.register_layer_transfer_counter(counter)
+        count_loads_of(
+            [SimpleNamespace(token_to_kv_pool=each) for each in self.draft_pools], counter
+        )
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.counts: dict[str, int] = {}
@@ -377,9 +391,20 @@ class WindowWorld:
         """What the row of each token says, in every layer; bfloat16 `[N, 8]`."""
         return _prints(tuple(tokens), tenant, weights)
 
-    def of_request(self, req: Request, end: int) -> torch.Tensor:
+    def of_request(self, req: Request, end: int, layer: int = 0) -> torch.Tensor:
+        """What the rows of a request's first `end` tokens say in a layer."""
         tenant = (req.extra_key, req.cache_salt)
-        return self.prints(self.meant(req)[:end], tenant, self.identity.weights)
+        return self.of_layer(self.meant(req), end, tenant, self.identity.weights, layer)
+
+    def of_layer(
+        self, tokens: Sequence[int], end: int, tenant: tuple[str | None, ...], weights: int,
+        layer: int,
+    ) -> torch.Tensor:  # fmt: skip
+        """As `prints`, of the first `end` tokens; a draft knows the token behind each, if any."""
+        if layer != DRAFT or not self.draft_pools:
+            return self.prints(tokens[:end], tenant, weights)
+        found = self.prints(tokens[: end + 1], tenant, weights)
+        return torch.cat([found, found[-1:]])[1 : end + 1]
 
     def meant(self, req: Request) -> list[int]:
         """What the tokens of a request stand for."""
@@ -393,6 +418,9 @@ class WindowWorld:
             pool = self.kv_pool.swa_kv_pool if is_window else self.kv_pool.full_kv_pool
             out.append((layer, is_window, pool.k_buffer[index], 0))
             out.append((layer, is_window, pool.v_buffer[index], 1))
+        for pool in self.draft_pools:
+            out.append((DRAFT, False, pool.k_buffer[0], 0))
+            out.append((DRAFT, False, pool.v_buffer[0], 1))
         return out
 
     def rows_of(self, req: Request, start: int, end: int) -> torch.Tensor:
@@ -405,14 +433,25 @@ class WindowWorld:
 
     def forward(self, req: Request, start: int, end: int) -> None:
         """Computes tokens [start, end) on what is in the rows before them."""
+        self.learn_follower(req, start)
         self.check_attended(req, start)
         rows = self.rows_of(req, start, end)
-        expected = self.of_request(req, end)[start:]
         for layer, is_window, buffer, kind in self.layer_rows():
+            expected = self.of_request(req, end, layer)[start:]
             at = self.window_rows(rows) if is_window else rows
             if is_window and bool((at < PAGE).any()):
                 raise WrongKVError(f"{req.rid} writes to the padding page")
             buffer[at] = self.row(expected, layer, kind, buffer.shape[1:])
+
+    def learn_follower(self, req: Request, end: int) -> None:
+        """A draft's last row was computed when no token was behind it yet, maybe."""
+        if req.prefix_len < req.prompt_len or not end:
+            return
+        row = self.rows_of(req, end - 1, end)
+        for pool in self.draft_pools:
+            expected = self.of_request(req, end, DRAFT)[-1:]
+            pool.k_buffer[0][row] = self.row(expected, DRAFT, 0)
+            pool.v_buffer[0][row] = self.row(expected, DRAFT, 1)
 
     def row(
         self, prints: torch.Tensor, layer: int, kind: int, shape: Sequence[int] = (HEADS, DIM)
@@ -429,8 +468,9 @@ class WindowWorld:
         """What a request is about to attend to is its own."""
         if not end:
             return
-        rows, expected = self.rows_of(req, 0, end), self.of_request(req, end)
+        rows = self.rows_of(req, 0, end)
         for layer, is_window, buffer, kind in self.layer_rows():
+            expected = self.of_request(req, end, layer)
             first = max(0, end - self.window) if is_window else 0
             at = self.window_rows(rows[first:]) if is_window else rows
             wanted = self.row(expected[first:], layer, kind, buffer.shape[1:])
@@ -443,14 +483,14 @@ class WindowWorld:
         tenant = (req.extra_key, req.cache_salt)
         keys, meant = self.keys(req.tokens, *tenant), self.meant(req)
         for page, key in enumerate(keys):
-            tokens = meant[: (page + 1) * PAGE]
+            tokens = meant[: (page + 1) * PAGE + self.of_pairs]
             self.made[bytes.fromhex(key)] = (0, tenant, tokens)
         if not keys:
             return
         hashes = np.frombuffer(bytes.fromhex("".join(keys)), np.uint8).reshape(-1, 32)
         for group in range(self.num_groups):
             for page, key in enumerate(group_hashes(hashes, group)):
-                tokens = meant[: (page + 1) * PAGE]
+                tokens = meant[: (page + 1) * PAGE + self.of_pairs]
                 self.made[key.tobytes()] = (group + 1, tenant, tokens)
 
     def check_store(self) -> None:
@@ -469,8 +509,7 @@ class WindowWorld:
         for key, number, slot in found:
             weights = self.store._spaces.of(number).digest[0] - 1
             part, tenant, tokens = self.made[key]
-            first = len(tokens) - PAGE
-            expected = self.prints(tokens, tenant, weights)[first:]
+            first = len(tokens) - self.of_pairs - PAGE
             meta, _ = parse_header(slot)
             assert (meta.page_hash, meta.position) == (key, first), meta
             rest = slot[512 : self.layout.tail_offset].copy()
@@ -478,6 +517,7 @@ class WindowWorld:
                 num_bytes = PAGE * math.prod(shape) * 2
                 values = torch.from_numpy(slot[offset : offset + num_bytes].copy())
                 values = values.view(torch.bfloat16).view(PAGE, *shape)
+                expected = self.of_layer(tokens, first + PAGE, tenant, weights, layer)[first:]
                 if not torch.equal(values, self.row(expected, layer, kind, shape)):
                     raise WrongKVError(f"page {first // PAGE}, part {part}, layer {layer}")
                 rest[offset - 512 : offset - 512 + num_bytes] = 0
@@ -485,10 +525,13 @@ class WindowWorld:
 
     def poison(self) -> None:
         """Overwrites the rows that became free, and the padding page."""
-        for number, (allocator, pool) in enumerate(
+        for number, (allocator, pools) in enumerate(
             (
-                (self.allocator.full_attn_allocator, self.kv_pool.full_kv_pool),
-                (self.allocator.swa_attn_allocator, self.kv_pool.swa_kv_pool),
+                (
+                    self.allocator.full_attn_allocator,
+                    [self.kv_pool.full_kv_pool, *self.draft_pools],
+                ),
+                (self.allocator.swa_attn_allocator, [self.kv_pool.swa_kv_pool]),
             )
         ):
             lists = (allocator.free_pages, allocator.release_pages)
@@ -496,8 +539,9 @@ class WindowWorld:
             new = np.array(sorted(free - self._poisoned[number] | {0}))
             self._poisoned[number] = free
             rows = (new[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
-            for buffer in (*pool.k_buffer, *pool.v_buffer):
-                buffer.view(torch.int16).numpy()[rows] = POISON
+            for pool in pools:
+                for buffer in (*pool.k_buffer, *pool.v_buffer):
+                    buffer.view(torch.int16).numpy()[rows] = POISON
 
     # ---- requests ----
 
@@ -863,7 +907,8 @@ class WindowWorld:
             books.room.evict(self.arena.num_slots)
 
     def keys(self, tokens: list[int], extra_key: str | None, salt: str | None) -> list[str]:
-        key = RadixKey(array("q", tokens), extra_key, cache_salt=salt).page_aligned(PAGE)
+        whole = RadixKey(array("q", tokens), extra_key, is_bigram=self.of_pairs, cache_salt=salt)
+        key = whole.page_aligned(PAGE)
         return list(get_storage_hash_str(key, None, page_size=PAGE)) if len(key) else []
 
     def close(self) -> None:

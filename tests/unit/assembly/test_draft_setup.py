@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.assembly.draft_setup import count_loads_of, live_models, with_drafts
+from sglang_ext.assembly.draft_setup import count_loads_of, live_models
 from sglang_ext.device.load_counter import LoadCounter
-from sglang_ext.device.pools import DevicePool, describe_pool
+from sglang_ext.device.pools import describe_pool, describe_pools
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.namespace import digest_model
 
@@ -39,10 +39,6 @@ def runner(kv_pool: Any) -> Any:
     return SimpleNamespace(token_to_kv_pool=kv_pool, model=torch.nn.Linear(2, 2))
 
 
-def target() -> DevicePool:
-    return describe_pool(pool(3))
-
-
 @pytest.mark.parametrize(
     "layout", [{"use_hnd": True, "kv_cache_layout": "hnd"}, {"kv_cache_layout": "vectorized_5d"}]
 )
@@ -55,13 +51,14 @@ def test_a_pool_that_is_not_token_by_token_is_refused(layout: dict[str, Any]) ->
 
 def test_the_drafts_layers_follow_in_the_same_rows() -> None:
     draft = pool(2, heads=1)
-    both = with_drafts(target(), [runner(draft)])
+    target = pool(3)
+    both = describe_pools(target, drafts=[draft]).full
     assert both.num_layers == 5
     assert [each.data_ptr() for each in both.k[3:]] == [k.data_ptr() for k in draft.k_buffer]
     assert [each.data_ptr() for each in both.v[3:]] == [v.data_ptr() for v in draft.v_buffer]
     layout = both.layout(8)
     assert layout.k_row_bytes == (16, 16, 16, 8, 8)
-    assert layout.k_offsets[:3] == target().layout(8).k_offsets
+    assert layout.k_offsets[:3] == describe_pool(target).layout(8).k_offsets
 
 
 class HybridLinearKVPool(SimpleNamespace):
@@ -70,7 +67,10 @@ class HybridLinearKVPool(SimpleNamespace):
 
 def test_beside_states_the_full_layers_of_a_drafts_pool_are_taken() -> None:
     draft = pool(1)
-    both = with_drafts(target(), [runner(HybridLinearKVPool(full_kv_pool=draft))])
+    target = HybridLinearKVPool(full_kv_pool=pool(3))
+    pools = describe_pools(target, drafts=[HybridLinearKVPool(full_kv_pool=draft)])
+    both = pools.full
+    assert (both.num_layers, pools.num_draft_layers) == (4, 1)
     assert [each.data_ptr() for each in both.k[3:]] == [k.data_ptr() for k in draft.k_buffer]
 
 
@@ -83,7 +83,7 @@ def test_beside_states_the_full_layers_of_a_drafts_pool_are_taken() -> None:
 )
 def test_a_pool_of_other_rows_or_values_is_refused(draft: Any, words: str) -> None:
     with pytest.raises(HierKVConfigError, match=words):
-        with_drafts(target(), [runner(draft)])
+        describe_pools(pool(3), drafts=[draft])
 
 
 def test_a_draft_waits_for_the_whole_load() -> None:

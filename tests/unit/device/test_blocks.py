@@ -17,6 +17,7 @@ from sglang_ext.device.layout import (
     HEADER_BYTES,
     NUM_WORD,
     ROPE_BOUND,
+    LayerGroups,
     PageLayout,
     read_tails,
 )
@@ -179,6 +180,28 @@ def test_layers_of_one_shape_are_grouped_by_layers_as_they_always_were() -> None
     assert found.groups is not None
     assert found.groups.describe() == [[0, 2], [1, 3], [3, 4]]
     assert [len(part.k) for part in found.window_parts()] == [2, 2]
+
+
+def test_a_drafts_layers_lie_behind_the_full_ones_and_are_numbered_behind_all() -> None:
+    whole = hybrid_pool([(2, 32, 32)] * 2, [(2, 32, 32)] * 5)
+    draft = mha_pool([(2, 32, 32)])
+    found = describe_pools(whole, drafts=[draft])
+    assert isinstance(found.groups, LayerGroups)
+    assert found.groups.describe() == [[0, 2, 7], [1, 3, 4], [4, 5, 6]]
+    assert found.full.k[2] is draft.k_buffer[0]
+    assert found.full.v[2] is draft.v_buffer[0]
+    assert {len(part.k) for part in found.window_parts()} == {3}
+
+
+def test_beside_a_draft_with_rows_of_another_width_windows_are_blocks() -> None:
+    draft = mha_pool([(1, 32, 32)])
+    found = describe_pools(hybrid_pool([(2, 32, 32)] * 2, [(2, 32, 32)] * 3), drafts=[draft])
+    assert isinstance(found.groups, BlockGroups)
+    assert (found.groups.full, found.groups.window) == ((0, 2, 5), (1, 3, 4))
+    assert sum(map(len, found.groups.groups)) == 6
+    layout = found.layout(PAGE)
+    for part in found.window_parts():
+        assert part.layout(PAGE, layout, is_bound=True).slot_bytes == layout.slot_bytes
 
 
 def test_layers_whose_kv_nobody_reads_are_left_out() -> None:

@@ -12,7 +12,6 @@ import torch
 
 from runtime_cpu import inprocess
 from sglang_ext.assembly.codec_setup import DTYPE_NAMES
-from sglang_ext.assembly.draft_setup import with_drafts
 from sglang_ext.assembly.index_setup import index_facts
 from sglang_ext.assembly.window_setup import bound_ropes
 from sglang_ext.codec.coded_shape import CodedShape
@@ -20,7 +19,7 @@ from sglang_ext.codec.page_codec import PageCodec
 from sglang_ext.device.copier import CopyError, PageCopier
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND
 from sglang_ext.device.load_pages import PageRun
-from sglang_ext.device.pools import describe_pool
+from sglang_ext.device.pools import describe_pool, describe_pools
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.kernels import rope as kernels
 from sglang_ext.tiers.records.record import RecordMeta, parse_header, write_meta
@@ -138,7 +137,7 @@ def test_rows_of_a_draft_layer_and_its_index_lie_behind_the_models_and_come_back
     target = make_pool()
     for buffer in (*draft.kv_buffer, *draft.index_k_with_scale_buffer):
         buffer.view(torch.uint8).bitwise_not_()  # not what the model's first layer has
-    both = with_drafts(describe_pool(target), [SimpleNamespace(token_to_kv_pool=draft)])
+    both = describe_pools(target, drafts=[draft]).full
     layout = both.layout(PAGE)
     assert layout.kv_bytes == PAGE * (4 * (LATENT + ROTARY) * 2 + 3 * ROW_BYTES)
     slots = np.zeros((1, layout.slot_bytes), np.uint8)
@@ -179,9 +178,9 @@ def pages(pool: Any, page: int) -> list[torch.Tensor]:
 
 
 def test_a_draft_layer_of_another_dtype_is_refused() -> None:
-    draft = SimpleNamespace(token_to_kv_pool=make_pool(torch.float8_e4m3fn, [False]))
+    draft = make_pool(torch.float8_e4m3fn, [False])
     with pytest.raises(HierKVConfigError, match="a KV pool as the target model's"):
-        with_drafts(describe_pool(make_pool()), [draft])
+        describe_pools(make_pool(), drafts=[draft])
 
 
 def test_pages_with_an_index_do_not_move() -> None:

@@ -243,7 +243,7 @@ def run_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> Callable[..., str]:
     """What `python -m sglang_ext.seam.contract.record PLACES` ends with; it writes another file."""
-    assert Path(verdict_module.__file__).with_name("tested.json") == record_module.TESTED_FILE
+    assert Path(verdict_module.__file__).with_name("tested.json") == verdict_module.TESTED_FILE
     for module in (record_module, verdict_module):
         monkeypatch.setattr(module, "TESTED_FILE", tmp_path / "tested.json")
 

@@ -55,6 +55,13 @@ def test_drafts_are_served_where_a_server_of_its_own_would_be(
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_drafts_beside_window_layers_are_refused(mode: str) -> None:
+    expected = f"no --speculative-algorithm with window layers with --disaggregation-mode {mode}"
+    with pytest.raises(HierKVConfigError, match=f"{expected}, got EAGLE3;"):
+        check(mode, "swa", speculative_algorithm="EAGLE3", **DRAFTS)
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", ["mha", "mla", "indexed"])
 def test_codecs_that_lose_nothing_are_served(mode: str, kind: str) -> None:
     codec = "host=lossless,disk=lossless,remote=lossless"

@@ -10,6 +10,7 @@ import pytest
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.compat import Resolved, check_keys, check_resolved
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.speculation import WINDOW_TARGETS
 
 CHAINS: dict[str, Any] = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}
 CHAINS["attention_backend"] = "triton"
@@ -55,12 +56,18 @@ def test_the_draft_layer_of_a_model_with_states_is_served() -> None:
     check("EAGLE", **STATES, speculative_accept_threshold_single=1.0, kv_cache_dtype="auto")
 
 
+@pytest.mark.parametrize("architecture", WINDOW_TARGETS)
+def test_eagle3_is_served_where_layers_have_windows(architecture: str) -> None:
+    check("EAGLE3", "swa", architecture=architecture, attention_backend="fa3")
+
+
 def test_drafts_of_a_model_are_served_whatever_masks() -> None:
     check("EAGLE", attention_backend="fa3")
 
 
 CACHEGEN = "disk=hier,remote=cachegen-paper"
 
+OSS = {"kind": "swa", "architecture": "GptOssForCausalLM"}
 REFUSED = [
     ("EAGLE", {"speculative_eagle_topk": 4}, "--speculative-eagle-topk 1 with", "4"),
     ("NGRAM", {"speculative_eagle_topk": 10}, "(--speculative-ngram-max-bfs-breadth 1)", "10"),
@@ -75,7 +82,25 @@ REFUSED = [
         "fp8_e4m3",
     ),
     ("EAGLE", {"speculative_draft_window_size": 64}, "no --speculative-draft-window-size", "64"),
-    ("EAGLE", {"kind": "swa"}, "K and V of every head or latent rows in every layer with", "a"),
+    ("EAGLE", {"kind": "swa"}, "full attention in every layer (with window layers EAGLE3)", "a"),
+    (
+        "EAGLE3",
+        {"kind": "swa", "architecture": "LagunaForCausalLM"},
+        "GptOssForCausalLM, or full attention in every layer with",
+        "LagunaForCausalLM",
+    ),
+    ("EAGLE3", {"kind": "swa of two shapes"}, "K and V of every head or latent rows in every", "a"),
+    ("EAGLE3", {**OSS, "kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto with", "fp8_e4m3"),
+    ("EAGLE3", {**OSS, "tp_size": 2}, "--tp-size 1 with window layers with", "2"),
+    (
+        "EAGLE3",
+        {**OSS, "config": {"remote_url": "file:///d"}},
+        "no --hier-kv-remote-url with",
+        "it",
+    ),
+    ("EAGLE3", {**OSS, "config": {"codec": "lossless"}}, "--hier-kv-codec none with", "lossless"),
+    ("EAGLE3", {**OSS, "config": {"truncation": "overflow"}}, "--hier-kv-truncation off", "over"),
+    ("EAGLE3", {**OSS, "tp_size": 2, "attn_dp_size": 2}, "no data parallel attention with", "it"),
     ("EAGLE3", {"kind": "mla"}, "K and V of every head (with latent rows EAGLE) with", "a model"),
     ("STANDALONE", {"kind": "indexed"}, "K and V of every head (with latent rows EAGLE)", "a"),
     ("NGRAM", {"kind": "swa"}, "full attention in every layer with", "a model with other layers"),
@@ -213,6 +238,7 @@ MHA, MLA = "K and V of every head", "latent rows"
         # Of a quantized checkpoint the dtype follows from its weights' configuration.
         (MLA, f"{MHA} in torch.bfloat16", f"one of {MHA};"),
         (f"{MLA} with an index", MLA, f"one of {MLA};"),
+        (f"{MHA} in torch.bfloat16", "window layers with a pool of their own", "one of window"),
     ],
 )
 def test_a_draft_with_other_rows_than_its_target_is_refused(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from array import array
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from runtime_cpu import inprocess
 
@@ -31,14 +33,16 @@ Pages = list[bool]
 class Rig(HitRig):
     """With the pages of models with window layers."""
 
-    def pages(self, num_before: int, tree: Any = None) -> WindowPages:
+    def pages(
+        self, num_before: int, tree: Any = None, saver: Any = None, *, of_pairs: bool = False
+    ) -> WindowPages:
         """Of a model whose tokens read so many tokens before their own in a window layer."""
         copiers: Any = (None,) * GROUPS
         layers = WindowLayers(-(-num_before // PAGE), PAGE, copiers, [])
-        nothing: Any = None
         return WindowPages(
-            layers, self.store, tree, nothing, pages=DeviceProvenance(1), may_move=lambda: False
-        )
+            layers, self.store, tree, saver, pages=DeviceProvenance(1), may_move=lambda: False,
+            of_pairs=of_pairs,
+        )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -130,3 +134,36 @@ def test_the_window_where_the_tree_ends_stays() -> None:
     for group in windows:  # behind page 3 the prompt is asked again, behind 4 it ended
         assert {at for at, key in enumerate(group) if key.tobytes() in found} == {0, 1, 4}
     rig.store.close()
+
+
+@pytest.mark.parametrize(
+    ("of_pairs", "more", "ends"),
+    [(False, 0, {3, 4}), (False, 1, {4}), (True, 0, {3}), (True, 1, {3, 4}), (True, 2, {4})],
+)
+def test_a_window_is_saved_where_the_same_prompt_goes_on_and_where_it_ends(
+    rig: Rig, of_pairs: bool, more: int, ends: set[int]
+) -> None:
+    """With keys of pairs four pages take a token more, and so does going on behind them."""
+    num_prompt, saved, keyed = 4 * PAGE + more, [], []
+    hashes = np.frombuffer(random.Random(2).randbytes(32 * 4), np.uint8).reshape(4, 32)
+
+    def window_path(key: Any) -> tuple[int, list[TreeNode]]:
+        keyed.append(key)
+        end = len(key) // PAGE
+        pages = [page.tobytes().hex() for page in hashes[:end]]
+        return end, [TreeNode("node", 0, end, pages, torch.arange(end * PAGE), False)]
+
+    def save_window(node: Any, place: Any, pages: Any, rows: torch.Tensor) -> bool:
+        saved.append(int(rows[-1] + 1) // PAGE)
+        assert pages.tobytes() == hashes[saved[-1] - 1 : saved[-1]].tobytes()
+        return True
+
+    tree = SimpleNamespace(page_size=PAGE, window_path=window_path)
+    pages = rig.pages(PAGE, tree, SimpleNamespace(save_window=save_window), of_pairs=of_pairs)
+    req = SimpleNamespace(
+        origin_input_ids=[7] * num_prompt, full_untruncated_fill_ids=array("q", [7] * num_prompt),
+        extra_key=None, cache_salt=None, finished=lambda: False,
+    )  # fmt: skip
+    pages.save(req, rig.space, num_prompt, lambda place, num: place)
+    assert set(saved) == ends
+    assert all(key.is_bigram == of_pairs for key in keyed)

@@ -1,0 +1,119 @@
+"""Guesses that are rejected where layers have windows: none is in a stored page of either part.
+
+A verification writes rows of both pools for all tokens that were guessed, and of the draft's, which
+are the full layers'. Keys are of pairs, so where a prompt is resumed is a token further on than
+without a draft. See `test_rejected_drafts.py` of what is compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.long_form import count
+from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.window_world import PAGE, Request, WindowWorld, WrongKVError
+
+pytestmark = pytest.mark.usefixtures("scheduler_waits")
+
+ROUNDS = count(1, 20)  # of 400 steps, in each world, and on until all is seen
+SEEDS = count(1, 3)
+MOST_GUESSES = 4
+SHOWN = ("loaded_pages", "saved_windows", "evicted_pages", "restored_pages", "promoted_pages")
+
+WORLDS: dict[str, dict[str, Any]] = {
+    "no multiple of the page": {"window": 6},
+}
+
+
+class DraftingWindows(WindowWorld):
+    """Decodes by guesses, of which some are right.
+
+    Attributes:
+        num_rejected: guesses.
+        keeps_rejected: the first rejected guess of a verification counts as verified: a mistake.
+    """
+
+    keeps_rejected = False
+
+    def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
+        self.num_rejected = 0
+        super().__init__(folder, patch, seed, drafts=True, **options)
+
+    def go_on(self, req: Request) -> None:
+        """As `WindowWorld` for a prompt; then guesses are verified."""
+        start = req.prefix_len
+        if start < req.prompt_len or not req.num_new:
+            super().go_on(req)
+            return
+        said = list(req.tokens)
+        guesses = [self.rng.randrange(3) for _ in range(self.rng.randint(1, MOST_GUESSES))]
+        end = start + len(guesses)
+        self.slide(req)
+        if end > req.kv.kv_allocated_len:
+            rows = self.allocate(-(-end // PAGE) * PAGE - req.kv.kv_allocated_len)
+            if rows is None:
+                self.retract(req)
+                return
+            self.write(req, req.kv.kv_allocated_len, rows)
+            req.kv.kv_allocated_len += len(rows)
+        req.tokens = [*said, *guesses]
+        self.forward(req, start, end)
+        num_right = self.rng.randint(1, min(len(guesses), req.num_new))
+        req.tokens = [*said, *guesses[:num_right]]
+        self.num_rejected += len(guesses) - num_right
+        if num_right < len(guesses) and self.keeps_rejected:
+            req.tokens.append((guesses[num_right] + 1) % 3)  # what the model says instead
+            num_right += 1
+        req.num_new = max(0, req.num_new - num_right)
+        req.prefix_len = req.kv.kv_committed_len = start + num_right
+
+    def slide(self, req: Request) -> None:
+        """As `maybe_evict_swa` does before a verification, behind which a token is known."""
+        if req.num_decoded:
+            self.cache.evict_sliding_windows(req, req.prefix_len)
+        if req.num_decoded >= self.window:
+            self.cache.release_swa_prefix_lock(req)
+        req.num_decoded += 1
+
+
+@pytest.fixture
+def make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> Callable[..., DraftingWindows]:
+    def one(seed: int, kind: type[DraftingWindows] = DraftingWindows, **options: Any) -> Any:
+        world = kind(tmp_path, monkeypatch, seed, **options)
+        request.addfinalizer(world.close)
+        return world
+
+    return one
+
+
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize("name", WORLDS)
+def test_no_rejected_guess_is_in_a_stored_page_of_either_part(
+    make: Callable[..., DraftingWindows], name: str, seed: int
+) -> None:
+    world = make(seed, **WORLDS[name])
+
+    def unseen() -> list[str]:
+        few = ["rejected guesses"] if world.num_rejected < 50 else []
+        return few + missing(world.store.stats(), SHOWN)
+
+    run_until_all_seen(world.one_round, unseen, num_rounds=ROUNDS)
+    print(name, seed, world.num_rejected, world.counts, world.store.stats())
+
+
+class _KeepsRejected(DraftingWindows):
+    keeps_rejected = True
+
+
+def test_a_rejected_guess_that_is_taken_for_verified_is_noticed(
+    make: Callable[..., DraftingWindows],
+) -> None:
+    world = make(0, _KeepsRejected)
+    with pytest.raises(WrongKVError):
+        run_until_all_seen(world.one_round, lambda: ["a mistake"], num_rounds=10)
