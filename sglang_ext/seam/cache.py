@@ -166,6 +166,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             # Rows of window layers come and go by themselves. So whoever wants exact KV of a cut
             # prompt is kept apart there (`Truncator`), and all others go on from what there is.
             replaces=not linker.is_hybrid,
+            of_pairs=self._keys_are_pairs,
         )
         self.misses = MissKeeper(linker.store, self.page_size, by_tenant=bool(self._quotas.shares))
         self.session_turns = SessionTurns(self.session, linker.store.counters)

@@ -28,6 +28,7 @@ from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
 from sglang_ext.seam.hooks.loaded_models import draft_runners
 from sglang_ext.seam.linker import HierKVLinker
+from sglang_ext.settings.lossless import lossy_codec
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ def run_self_check(scheduler: Any, cache: HierKVRadixCache) -> None:
     copier, copiers = cache.hier_linker.copier, cache.hier_linker.copiers
     runner = scheduler.tp_worker.model_runner
     is_hybrid = cache.hier_linker.is_hybrid
-    if copier.pool.has_index or draft_runners(runner) or not _may_move(cache.hier_linker):
+    is_bound = bool(draft_runners(runner)) and not lossy_codec(cache.hier_config)
+    if copier.pool.has_index or is_bound or not _may_move(cache.hier_linker):
         return  # every layer is bound already
 
     def release() -> None:

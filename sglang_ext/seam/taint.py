@@ -47,6 +47,7 @@ class TaintKeeper:
         req_to_token_pool: SGLang's, with each request's rows.
         is_alone: no other rank decides by a tree that is as this one.
         replaces: pages of the tree are made better in place; else the tree keeps what it has.
+        of_pairs: SGLang's keys are of pairs of tokens; see `page_hash`.
     """
 
     def __init__(
@@ -58,10 +59,12 @@ class TaintKeeper:
         *,
         is_alone: bool = True,
         replaces: bool = True,
+        of_pairs: bool = False,
     ) -> None:
         self.pages = pages
         self._replaces = replaces
         self._is_alone = is_alone
+        self._of_pairs = of_pairs
         self._tree = tree
         self._wrapper = wrapper
         self._counters = wrapper.cache_linker.store.counters
@@ -119,7 +122,7 @@ class TaintKeeper:
             insert()
             return
         state, page_size = state_of(req), self._tree.page_size
-        key = request_key(req, up_to, page_size)
+        key = request_key(req, up_to, page_size, of_pairs=self._of_pairs)
         keys = hex_hashes_of(key, page_size)
         quality = state.page_quality(len(keys))
         matched, node_id = self._tree.device_prefix(key)

@@ -14,9 +14,14 @@ def any_codec(config: HierKVConfig) -> str:
     return _first(config, lambda codec: codec.codec_id != "none")
 
 
-def lossy_codec(config: HierKVConfig) -> str:
-    """A codec of the settings that does not give back every bit; "" where there is none."""
-    return _first(config, lambda codec: codec.lossy)
+def lossy_codec(config: HierKVConfig, *, but: str = "") -> str:
+    """A codec of the settings that does not give back every bit; "" where there is none.
+
+    Args:
+        config: the plugin's settings.
+        but: id of one that is not looked for.
+    """
+    return _first(config, lambda codec: codec.lossy and codec.codec_id != but)
 
 
 def lossy_or_calibrated_codec(config: HierKVConfig) -> str:

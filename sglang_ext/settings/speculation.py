@@ -97,7 +97,10 @@ def _outside_codecs(
     if kind not in WHOLE_KINDS:
         yield "--hier-kv-codec none", config.codec or "none"
     codec = "a --hier-kv-codec that loses nothing"
-    yield f"{codec}, or hier" if kind == "mha" else codec, lossy_codec(config)
+    if kind == "mha":
+        yield f"{codec}, or hier", lossy_codec(config, but="hier")
+    else:
+        yield codec, lossy_codec(config)
     with_groups = "--hier-kv-codec none (with data parallel attention)"
     yield with_groups, any_codec(config) if has_attention_dp(read) else ""
     yield "--hier-kv-slo-ms 0", f"{config.slo_ms:g}"

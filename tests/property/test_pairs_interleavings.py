@@ -58,6 +58,20 @@ def test_no_row_is_behind_which_another_token_came(
         world.close()
 
 
+def test_what_is_said_to_be_exact_is_with_pairs_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with a codec that loses something, and a draft; the world compares what is said."""
+    world = PairsWorld(tmp_path, monkeypatch, 2, of_pairs=True)
+    shown = (
+        "saved_lossy_pages", "loaded_lossy_pages", "replaced_pages", "device_replaced_pages",
+    )  # fmt: skip
+    try:
+        run_until_counted(world, shown, num_rounds=ROUNDS)
+    finally:
+        world.close()
+
+
 def test_a_row_with_another_follower_is_noticed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -132,6 +132,24 @@ def test_a_request_for_exact_kv_gets_it_and_leaves_it_behind(make: Make, core: s
     assert state_of(from_dram).by_tier((PAGES + 2) * PAGE)["host"] == (PAGES + 2) * PAGE
 
 
+def test_keys_of_pairs_tell_lossy_kv_apart_too(make: Make) -> None:
+    """With an EAGLE draft pages have other names, and their last token is another page's first."""
+    world = make(of_pairs=True)
+    world.run([*DOCUMENT, QUESTION[0], 7])
+    world.only_on_disk()
+    assert stored(world, [*DOCUMENT, QUESTION[0]]) == [Quality.LOSSY] * PAGES
+    req = world.run(PROMPT)
+    assert state_of(req).reused == Quality.LOSSY
+    assert on_device(world, PROMPT) == [Quality.LOSSY] * (PAGES + 2)
+    assert stored(world, PROMPT) == [Quality.LOSSY] * (PAGES + 2)
+    req = world.run(PROMPT, exact=True)  # the world checks every row that it attends to
+    assert state_of(req).reused == state_of(req).taint == Quality.EXACT
+    assert sum(state_of(req).by_tier(0).values()) == 0
+    assert on_device(world, PROMPT) == [Quality.EXACT] * (PAGES + 2)
+    assert stored(world, PROMPT) == [Quality.EXACT] * (PAGES + 2)
+    assert not world.cache.taint.pages
+
+
 def test_pages_are_replaced_without_a_wait_for_the_device(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
