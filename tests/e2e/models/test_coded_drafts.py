@@ -71,7 +71,7 @@ class Kind:
             self._args = [*speculation.BASE, *args]
             self.lengths = speculation.LENGTHS
         self._args += ["--enable-hier-kv", *WAITING, "--hier-kv-codec", codec]
-        self._args += ["--hier-kv-remote-url", f"file://{folder}/store"]
+        self._args += ["--hier-kv-remote-url", f"file://{folder}/store?size=1GB"]
 
     def server(self, name: str, *more: str, disk: bool = True, mib: float = 400) -> Server:
         """One with a disk of its own, which another one of this name left, or with none."""
