@@ -288,16 +288,23 @@ def _end_on_disk(rig: Rig, path: np.ndarray, num: int) -> tuple[np.ndarray, np.n
 
 def test_what_leads_to_pages_on_disk_is_written_whatever_it_is_worth(make: Make) -> None:
     """Refused, it would be lost with DRAM, and nobody could find what the disk has behind it."""
-    rig, chats = _full(make)
-    books, path = rig.books, pages("path", 6)
+    rig, _ = _full(make)
+    books, lookahead, path, other = rig.books, rig.store.lookahead, pages("path", 6), pages("a", 3)
+    assert lookahead is not None
     rows, slots = _end_on_disk(rig, path, 3)
-    for number, chat in enumerate(chats):  # all else on disk is worth more
-        _expect(rig, f"soon{number}", chat)
+    _save(rig, other, settles=False)
+    others = _hold(rig, other)
+    for each in (path[:3], other):  # worth less than all on disk
+        lookahead.used(rig.space, each, None)
+        lookahead.hint(rig.space, each, owner=0, returns_in_s=None)
     with books.table.lock:
-        admitted = books.disk.admits(rows[:3])
-    assert admitted is not None
-    assert admitted.all()
-    rig.store.release(slots)
+        alone = books.disk.admits(books.table.index.lookup(other, rig.space.number))
+        leading = books.disk.admits(rows[:3])
+    assert alone is not None
+    assert leading is not None
+    assert not alone.any()
+    assert leading.all()
+    rig.store.release(np.concatenate([slots, others]))
 
 
 def test_what_leads_to_pages_on_disk_takes_no_place_of_what_is_needed_sooner(make: Make) -> None:
