@@ -24,6 +24,8 @@ class DiskOrder:
     The order is that of DRAM: what nobody waits for first, then what is needed latest, a page
     before the one that leads to it. A page that is being read stays.
 
+    It has many methods because where pages lie and what they are worth changes together.
+
     Args:
         index: where pages lie.
         policy: what the queue needs.
