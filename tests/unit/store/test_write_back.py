@@ -274,22 +274,67 @@ def test_beside_a_disk_smaller_than_dram_each_page_counts_once_as_new(
     assert done.counters["written_pages"] - again <= done.new
 
 
+def _end_on_disk(rig: Rig, path: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
+    """Has the last pages of a path on a full disk, the others in DRAM; their rows and slots."""
+    books = rig.books
+    _save(rig, path, settles=False)
+    slots, rows = _hold(rig, path), books.table.index.lookup(path, rig.space.number)
+    with books.table.lock:
+        books.spills.queue(rig.space, rows[-num:])
+    rig.until(lambda: bool((_flags(rig, path)[-num:] & ON_DISK).all()))
+    assert not (_flags(rig, path)[:-num] & ON_DISK).any()
+    return rows, slots
+
+
 def test_what_leads_to_pages_on_disk_is_written_whatever_it_is_worth(make: Make) -> None:
     """Refused, it would be lost with DRAM, and nobody could find what the disk has behind it."""
+    rig, _ = _full(make)
+    books, lookahead, path, other = rig.books, rig.store.lookahead, pages("path", 6), pages("a", 3)
+    assert lookahead is not None
+    rows, slots = _end_on_disk(rig, path, 3)
+    _save(rig, other, settles=False)
+    others = _hold(rig, other)
+    for each in (path[:3], other):  # worth less than all on disk
+        lookahead.used(rig.space, each, None)
+        lookahead.hint(rig.space, each, owner=0, returns_in_s=None)
+    with books.table.lock:
+        alone = books.disk.admits(books.table.index.lookup(other, rig.space.number))
+        leading = books.disk.admits(rows[:3])
+    assert alone is not None
+    assert leading is not None
+    assert not alone.any()
+    assert leading.all()
+    rig.store.release(np.concatenate([slots, others]))
+
+
+def test_what_leads_to_pages_on_disk_takes_no_place_of_what_is_needed_sooner(make: Make) -> None:
+    """It has the places of what it leads to, and no others."""
     rig, chats = _full(make)
     books, path = rig.books, pages("path", 6)
-    _save(rig, path, settles=False)
-    slots, index = _hold(rig, path), books.table.index
-    rows = index.lookup(path, rig.space.number)
-    with books.table.lock:
-        books.spills.queue(rig.space, rows[4:])
-    rig.until(lambda: bool((_flags(rig, path)[4:] & ON_DISK).all()))
-    assert not (_flags(rig, path)[:4] & ON_DISK).any()
-    for number, chat in enumerate(chats):  # all else on disk is worth more
+    rows, slots = _end_on_disk(rig, path, 1)
+    for number, chat in enumerate(chats):
         _expect(rig, f"soon{number}", chat)
     with books.table.lock:
-        admitted = books.disk.admits(rows[:4])  # there are two pages that are worth no more
-    assert admitted is None or admitted.all()
+        next_rows = books.table.disk_order.next_to_leave(5, books.table.now_s())
+        assert books.table.policy.wanted(next_rows).tolist() == [False] + [True] * 4
+        admitted = books.disk.admits(rows[:5])
+    assert admitted is not None
+    assert admitted.tolist() == [True] + [False] * 4
+    rig.store.release(slots)
+
+
+def test_what_leads_to_needed_pages_on_disk_takes_their_place_at_the_latest(make: Make) -> None:
+    """The same request needs both; what it leads to is of no use without it."""
+    rig, chats = _full(make)
+    books, path = rig.books, pages("path", 6)
+    rows, slots = _end_on_disk(rig, path, 2)
+    for number, chat in enumerate(chats):
+        _expect(rig, f"soon{number}", chat)
+    _expect(rig, "last", path)
+    with books.table.lock:
+        admitted = books.disk.admits(rows[:4])
+    assert admitted is not None
+    assert admitted.tolist() == [True, True, False, False]
     rig.store.release(slots)
 
 

@@ -183,9 +183,9 @@ class DiskPages:
     def _outweigh(self, order: DiskOrder, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which of these pages are worth more than the disk pages that they would replace.
 
-        And those that lead to these or to pages on disk, whatever they are worth themselves:
-        without them DRAM would lose what leads there, and the others would take room for nothing.
-        They take that of a page behind them, at the latest, which nobody needs sooner.
+        And those that lead to these or to pages on disk, whatever they are worth among pages that
+        are needed no sooner: without them DRAM would lose what leads there, and the others would
+        take room for nothing. Of a path that finds room in part, the start.
         """
         num, spare, now_s = len(rows), 0, self._table.now_s()
         if self._duplicates is not None and self._has_spare:
@@ -199,7 +199,13 @@ class DiskPages:
         admitted[rivals] = order.outweigh(
             rows[rivals], displaced, now_s, by_score=self._writing.back
         )
-        return admitted if admitted.all() else order.with_what_leads(rows, admitted)
+        if admitted.all():
+            return admitted
+        chosen = order.with_what_leads(rows, admitted)
+        rivals = by_worth[chosen[by_worth]][spare : spare + len(displaced)]
+        displaced = displaced[: len(rivals)]
+        chosen[rivals] = ~order.are_needed_less(rows[rivals], displaced, now_s)
+        return admitted | chosen
 
     @property
     def _has_spare(self) -> bool:

@@ -24,6 +24,8 @@ class DiskOrder:
     The order is that of DRAM: what nobody waits for first, then what is needed latest, a page
     before the one that leads to it. A page that is being read stays.
 
+    It has many methods because where pages lie and what they are worth changes together.
+
     Args:
         index: where pages lie.
         policy: what the queue needs.
@@ -128,6 +130,21 @@ class DiskOrder:
     def with_what_leads(self, rows: Rows, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Those of some pages that are chosen, or lead to such or to pages on disk."""
         return self._lists.with_what_leads(rows, chosen)
+
+    def are_needed_less(self, rows: Rows, others: Rows, now_s: float) -> npt.NDArray[np.bool_]:
+        """Which pages are needed later than those beside them on disk, or kept by no pin as these.
+
+        Where tenants have shares, first of all those of one that has more than its own.
+        """
+        (needed, score), (needed2, score2) = (
+            self._lists.worth(each, now_s) for each in (rows, others)
+        )
+        unpinned = np.isneginf(needed2) & np.isposinf(score2) & ~np.isposinf(score)
+        result: npt.NDArray[np.bool_] = (needed < needed2) | ((needed == needed2) & unpinned)
+        if self._lists.has_shares:
+            within, within2 = (self._lists.is_within_share(each) for each in (rows, others))
+            result = np.where(within == within2, result, within2)
+        return result
 
     def rows_of(self, segment: int) -> Rows:
         """Rows of the pages in a segment."""
