@@ -69,7 +69,7 @@ MODEL_KINDS = {
         "DeepSeek V2, V3, R1; Kimi K2; MiniCPM 3",
         "as above; of these only a small MiniCPM 3, and a small DeepSeek V3 with its draft layer, "
         "were run, on a CPU",
-        "tests/e2e/remote/test_remote_latent_ranks.py; tests/e2e/models/test_latent_drafts.py; "
+        "tests/e2e/remote/test_remote_latent_ranks.py; tests/e2e/drafts/test_latent_drafts.py; "
         "tests/unit/device/test_copier.py",
     ),
     "swa": ModelKind(
@@ -180,7 +180,7 @@ MODEL_KINDS = {
         "without adapters or sessions; prompts that are cut, computed anew behind each new cut "
         "(run with GLM-5, by one rank); run with a small GLM-5 and a small DeepSeek V3.2, with "
         "experts in the draft layer alone, on a CPU",
-        "tests/e2e/models/test_index.py; tests/e2e/models/test_latent_drafts.py; "
+        "tests/e2e/models/test_index.py; tests/e2e/drafts/test_latent_drafts.py; "
         "tests/e2e/models/test_latent_attention_dp.py; tests/e2e/models/test_cut_hybrids.py; "
         "tests/e2e/remote/test_disaggregation_index.py; tests/unit/device/test_index_pool.py",
     ),
@@ -285,7 +285,7 @@ SERVED_MODES = (
     ServedMode(
         "drafts of n-grams (`--speculative-algorithm NGRAM`, breadth 1)",
         "exact; pages are those of a server without it; with attention that masks branches only",
-        "tests/e2e/models/test_speculation.py",
+        "tests/e2e/drafts/test_speculation.py",
     ),
     ServedMode(
         "a draft model with KV of its own (EAGLE, NEXTN, EAGLE3, STANDALONE; chains only)",
@@ -300,9 +300,9 @@ SERVED_MODES = (
         "prompts that are cut, computed anew behind each new cut (not with these two); "
         "without adapters or sessions; codecs run by one rank; EAGLE3 run with random weights "
         "where all layers are full, none of them on a GPU",
-        "tests/e2e/models/test_speculation.py; tests/e2e/models/test_latent_drafts.py; "
-        "tests/e2e/models/test_coded_drafts.py; tests/e2e/models/test_state_drafts.py; "
-        "tests/e2e/models/test_window_drafts.py; tests/property/drafts/test_verified_states.py; "
+        "tests/e2e/drafts/test_speculation.py; tests/e2e/drafts/test_latent_drafts.py; "
+        "tests/e2e/drafts/test_coded_drafts.py; tests/e2e/drafts/test_state_drafts.py; "
+        "tests/e2e/drafts/test_window_drafts.py; tests/property/drafts/test_verified_states.py; "
         "tests/property/drafts/test_rejected_windows.py",
     ),
     ServedMode(
@@ -333,7 +333,7 @@ SERVED_MODES = (
         "codecs, latent rows and states by several ranks, EAGLE3 and STANDALONE, drafts by "
         "several ranks; and `fp8_e5m2` with more than full layers of one rank",
         "tests/e2e/models/test_model_kinds.py; tests/e2e/models/test_restored_kinds.py; "
-        "tests/e2e/models/test_speculation.py; tests/e2e/reuse/test_truncation.py; "
+        "tests/e2e/drafts/test_speculation.py; tests/e2e/reuse/test_truncation.py; "
         "tests/e2e/reuse/test_codecs.py",
     ),
 )

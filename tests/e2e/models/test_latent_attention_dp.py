@@ -19,6 +19,8 @@ from testkit.drafts.nextn import NEXTN, PLAIN, rows_of, write_nextn_model
 from testkit.hybrids.index_model import TOP_K
 from testkit.requests import flush_device
 from testkit.server import Server
+from tests.e2e.drafts.test_latent_drafts import layout_of
+from tests.e2e.drafts.test_speculation import guesses
 from tests.e2e.hier_server import (
     GIB,
     by_tier,
@@ -28,8 +30,6 @@ from tests.e2e.hier_server import (
     settled,
     tokens_and_logprobs,
 )
-from tests.e2e.models.test_latent_drafts import layout_of
-from tests.e2e.models.test_speculation import guesses
 from tests.e2e.reuse.test_attention_dp import ENVIRONMENT, WAYS, Rig, ask, busy, hit_on, polls
 from tests.e2e.updates.weight_answers import ROUNDING, distance, request
 

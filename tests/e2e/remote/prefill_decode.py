@@ -26,6 +26,7 @@ from testkit.rank_requests import ENVIRONMENT, WAYS
 from testkit.remote.mooncake_server import mooncake_missing
 from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
+from tests.e2e.drafts.test_speculation import records
 from tests.e2e.hier_server import (
     PAGE,
     ask,
@@ -37,7 +38,6 @@ from tests.e2e.hier_server import (
     state,
     tokens_and_logprobs,
 )
-from tests.e2e.models.test_speculation import records
 from tests.e2e.remote.test_remote import eventually
 
 # Lengths of what is said in the turns, of which each answer begins in a page and ends in the next

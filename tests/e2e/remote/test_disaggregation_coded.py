@@ -16,8 +16,8 @@ from sglang_ext.tiers.records.record import parse_header
 from testkit.hybrids.index_model import write_index_model
 from testkit.hybrids.window_model import write_window_model
 from testkit.server import TINYLM
+from tests.e2e.drafts.test_speculation import records
 from tests.e2e.hier_server import real_prompts
-from tests.e2e.models.test_speculation import records
 from tests.e2e.remote.latent_model import write_latent_model
 from tests.e2e.remote.prefill_decode import (
     ATTENTION,

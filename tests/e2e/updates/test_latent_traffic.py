@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from testkit.drafts.nextn import NEXTN, PLAIN, write_nextn_model
 from testkit.rank_requests import ENVIRONMENT as OF_RANKS
 from testkit.server import Server
+from tests.e2e.drafts.test_speculation import guesses
 from tests.e2e.hier_server import hier_args, settled
-from tests.e2e.models.test_speculation import guesses
 from tests.e2e.updates import test_weight_traffic as traffic_of
 from tests.e2e.updates import weight_models
 from tests.e2e.updates.test_weight_traffic import (

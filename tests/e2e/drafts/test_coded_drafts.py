@@ -23,6 +23,9 @@ from testkit.drafts.nextn import NEXTN, write_nextn_model
 from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
 from testkit.workload import ASSETS
+from tests.e2e.drafts import test_latent_drafts as latent
+from tests.e2e.drafts import test_speculation as speculation
+from tests.e2e.drafts.test_speculation import assert_same, guesses, records, share, turns
 from tests.e2e.hier_server import (
     GIB,
     PAGE,
@@ -33,11 +36,8 @@ from tests.e2e.hier_server import (
     settled,
     state,
 )
-from tests.e2e.models import test_latent_drafts as latent
-from tests.e2e.models import test_speculation as speculation
 from tests.e2e.models.hybrid_answers import cached, drop_device
 from tests.e2e.models.test_cut_hybrids import NUM_TOKENS, Chat, report
-from tests.e2e.models.test_speculation import assert_same, guesses, records, share, turns
 from tests.tiers.remote.remote_cases import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -70,7 +70,8 @@ class Kind:
             args = speculation.args_of(name, {name.removesuffix("-in-fp8"): path})
             self._args = [*speculation.BASE, *args]
             self.lengths = speculation.LENGTHS
-        self._args += ["--enable-hier-kv", *WAITING, "--hier-kv-codec", codec]
+        self._args += ["--enable-hier-kv", *WAITING]
+        self._codec = codec
         self._args += ["--hier-kv-remote-url", f"file://{folder}/store?size=1GB"]
 
     def server(self, name: str, *more: str, disk: bool = True, mib: float = 400) -> Server:
@@ -78,6 +79,9 @@ class Kind:
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         args = [*self._args, "--hier-kv-host-size", f"{mib * (1 << 20) / GIB:.9f}", *more]
+        # Nothing is coded on a disk that is not there.
+        of_tiers = [each for each in self._codec.split(",") if disk or "disk=" not in each]
+        args += ["--hier-kv-codec", ",".join(of_tiers)]
         if disk:
             args += ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
             args += ["--hier-kv-disk-segment-size", "0.03", *THROUGH]
@@ -125,7 +129,7 @@ def codecs_on_disk(folder: Path) -> set[str]:
 def test_codecs_that_lose_nothing_give_back_what_a_device_hit_has(
     name: str, tmp_path: Path
 ) -> None:
-    kind = Kind(name, tmp_path, "host=lossless,disk=lossless,remote=lossless")
+    kind = Kind(name, tmp_path, "disk=lossless,remote=lossless")
     with kind.server("one") as server:
         connected(server)
         kind.turns(server)

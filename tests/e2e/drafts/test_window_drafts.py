@@ -26,9 +26,8 @@ from testkit.drafts.eagle3 import (
 )
 from testkit.requests import flush_device
 from testkit.server import Server
-from tests.e2e.hier_server import by_tier, real_prompts, settled
-from tests.e2e.models import test_speculation as speculation
-from tests.e2e.models.test_speculation import (
+from tests.e2e.drafts import test_speculation as speculation
+from tests.e2e.drafts.test_speculation import (
     assert_same,
     guesses,
     lose_part,
@@ -36,6 +35,7 @@ from tests.e2e.models.test_speculation import (
     records,
     share,
 )
+from tests.e2e.hier_server import by_tier, real_prompts, settled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

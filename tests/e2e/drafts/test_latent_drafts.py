@@ -22,9 +22,9 @@ from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
+from tests.e2e.drafts import test_speculation as speculation
+from tests.e2e.drafts.test_speculation import assert_same, guesses, lose_part, records, share
 from tests.e2e.hier_server import GIB, by_tier, settled, state
-from tests.e2e.models import test_speculation as speculation
-from tests.e2e.models.test_speculation import assert_same, guesses, lose_part, records, share
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

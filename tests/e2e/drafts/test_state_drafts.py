@@ -19,9 +19,7 @@ from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.nextn import NEXTN
 from testkit.drafts.state_nextn import DRAFT_BYTES, KIND, PAGE_BYTES, write_state_nextn_model
 from testkit.server import Server
-from tests.e2e.hier_server import GIB, by_tier, real_prompts, settled
-from tests.e2e.models.hybrid_answers import Computed, answers, drop_device
-from tests.e2e.models.test_speculation import (
+from tests.e2e.drafts.test_speculation import (
     assert_same,
     guesses,
     lose_part,
@@ -29,6 +27,8 @@ from tests.e2e.models.test_speculation import (
     records,
     share,
 )
+from tests.e2e.hier_server import GIB, by_tier, real_prompts, settled
+from tests.e2e.models.hybrid_answers import Computed, answers, drop_device
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
