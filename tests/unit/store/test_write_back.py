@@ -314,8 +314,10 @@ def test_what_leads_to_pages_on_disk_takes_no_place_of_what_is_needed_sooner(mak
     rows, slots = _end_on_disk(rig, path, 1)
     for number, chat in enumerate(chats):
         _expect(rig, f"soon{number}", chat)
+    order = books.table.disk_order
+    assert order is not None
     with books.table.lock:
-        next_rows = books.table.disk_order.next_to_leave(5, books.table.now_s())
+        next_rows = order.next_to_leave(5, books.table.now_s())
         assert books.table.policy.wanted(next_rows).tolist() == [False] + [True] * 4
         admitted = books.disk.admits(rows[:5])
     assert admitted is not None
