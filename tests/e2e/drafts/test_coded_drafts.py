@@ -5,7 +5,7 @@ server from the remote store is compared with a device hit bit for bit, as is ho
 right. With `hier` the model's layers lose something and the draft's nothing: as many guesses are
 right as after a device hit, but for two in a hundred.
 
-By default drafts of three kinds run; the long form has all.
+By default drafts of three kinds run, without what loses something; the long form has all.
 """
 
 from __future__ import annotations
@@ -191,6 +191,7 @@ def num_guessed(answers: Sequence[dict[str, Any]]) -> int:
     return sum(guesses(answer)[1] for answer in answers)
 
 
+@pytest.mark.long
 def test_a_draft_guesses_as_well_behind_kv_that_lost_something(tmp_path: Path) -> None:
     """From disk, and at another server from the store, at the codec's default level."""
     kind = Kind("eagle", tmp_path, "disk=hier,remote=hier")
