@@ -25,7 +25,8 @@ from testkit.server import TINYLM, Server
 from testkit.workload import ASSETS
 from tests.e2e.drafts import test_latent_drafts as latent
 from tests.e2e.drafts import test_speculation as speculation
-from tests.e2e.drafts.test_speculation import assert_same, guesses, records, share, turns
+from tests.e2e.drafts.restored import check_restored, check_same, device_hits
+from tests.e2e.drafts.test_speculation import guesses, records, share, turns
 from tests.e2e.hier_server import (
     GIB,
     PAGE,
@@ -36,8 +37,7 @@ from tests.e2e.hier_server import (
     settled,
     state,
 )
-from tests.e2e.models.hybrid_answers import cached, drop_device
-from tests.e2e.models.test_cut_hybrids import NUM_TOKENS, Chat, report
+from tests.e2e.models.test_cut_hybrids import CONTEXT, check_new_cuts
 from tests.tiers.remote.remote_cases import until
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -112,13 +112,6 @@ def uploaded(server: Server) -> None:
     assert until(all_sent, 120.0), state(server)["host"]
 
 
-def check_same(found: Sequence[dict[str, Any]], hits: Sequence[dict[str, Any]], tier: str) -> None:
-    reused = [by_tier(answer)["device"] for answer in hits]
-    assert [by_tier(answer)[tier] for answer in found][::2] == reused[::2]
-    assert_same(found, hits, 0.0)
-    assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
-
-
 def codecs_on_disk(folder: Path) -> set[str]:
     return {parse_header(record)[0].codec for _, _, record in records(folder)}
 
@@ -131,25 +124,18 @@ def test_codecs_that_lose_nothing_give_back_what_a_device_hit_has(
     kind = Kind(name, tmp_path, "disk=lossless,remote=lossless")
     with kind.server("one") as server:
         connected(server)
-        kind.turns(server)
-        settled(server)
+        hits = device_hits(server, kind.turns)
         flush_device(server)
-        kind.turns(server)  # see test_speculation.py
-        settled(server)
-        hits = kind.turns(server)
-        settled(server)
-        flush_device(server)
-        check_same(kind.turns(server), hits, "host")
+        check_restored(kind.turns(server), hits, "host")
         uploaded(server)
         coded = state(server)["host"]
-    assert min(by_tier(answer)["device"] for answer in hits) >= 384
     assert coded["remote_coded_pages"] > 0
     assert codecs_on_disk(tmp_path / "one" / "disk") == {"lossless"}
     with kind.server("one") as server:  # after a kill -9
-        check_same(kind.turns(server), hits, "disk")
+        check_restored(kind.turns(server), hits, "disk")
     with kind.server("two", disk=False) as server:
         connected(server)
-        check_same(kind.turns(server), hits, "remote")
+        check_restored(kind.turns(server), hits, "remote")
         settled(server)
         found = state(server)["host"]
         assert found.get("remote_failed_pages", 0) == found.get("remote_failures", 0) == 0
@@ -172,8 +158,7 @@ def test_pages_that_are_coded_in_dram_come_back(name: str, tmp_path: Path) -> No
         flush_device(server)
         found = kind.turns(server)
         counts = settled(server)["codec"]
-    assert_same(found, hits, 0.0)
-    assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
+    check_same(found, hits)
     assert counts["pages_decoded"] > 0
 
 
@@ -234,9 +219,6 @@ def ask_exact(server: Server, prompt: list[int]) -> dict[str, Any]:
     return server.generate(input_ids=prompt, sampling_params=params, return_logprob=True)
 
 
-CONTEXT = 512
-
-
 @pytest.mark.sampled("eagle")
 @pytest.mark.parametrize("name", ["eagle", "standalone", "deepseek_v3"])
 def test_prompts_that_are_cut_are_computed_anew_behind_each_new_cut(
@@ -248,27 +230,5 @@ def test_prompts_that_are_cut_are_computed_anew_behind_each_new_cut(
     """
     kind = Kind(name, tmp_path, "disk=lossless")
     short = ["--context-length", str(CONTEXT), "--hier-kv-truncation", "overflow"]
-    chat, cuts = Chat(seed=70), [0]
     with kind.server("one", *short) as server:
-        for _ in range(8):
-            answer = chat.ask(server, 101)
-            drop_device(server)
-            told = report(answer)
-            dropped = told.get("dropped", 0)
-            cuts.append(dropped)
-            assert told.get("moved", 0) == 0
-            assert told.get("quality", "exact") == "exact"
-            if dropped == cuts[-2]:
-                # All that the turn before left, but for its last pages.
-                most_new = 101 + NUM_TOKENS + 3 * PAGE
-                assert cached([answer])[0] > len(chat.kept(dropped)) - most_new
-                continue
-            assert cached([answer]) == [0]
-            again = ask(server, chat.kept(dropped), NUM_TOKENS)  # a prompt like any other
-            assert cached([again]) == [0]
-            assert_same([again], [answer], 0.0)
-            assert guesses(again) == guesses(answer)
-        counted = state(server)["host"]
-    assert len(set(cuts)) >= 3, cuts
-    assert len(set(cuts)) < len(cuts) - 1, cuts
-    assert counted.get("load_failures", 0) == counted.get("save_failures", 0) == 0
+        check_new_cuts(server, PAGE, lambda again, answer: check_same([again], [answer]))

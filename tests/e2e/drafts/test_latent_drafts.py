@@ -9,7 +9,6 @@ By default DeepSeek V3 and a model with rows of an index run; the long form has 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +22,9 @@ from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.drafts import test_speculation as speculation
-from tests.e2e.drafts.test_speculation import assert_same, guesses, lose_part, records, share
-from tests.e2e.hier_server import GIB, by_tier, settled, state
+from tests.e2e.drafts.restored import check_restored, device_hits
+from tests.e2e.drafts.test_speculation import lose_part, records, share
+from tests.e2e.hier_server import GIB, settled, state
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -62,29 +62,6 @@ def server_of(kind: str, folder: Path, *args: str, **options: Any) -> Server:
     )
 
 
-def device_hits(server: Server) -> list[dict[str, Any]]:
-    """Answers behind what the device has; see test_speculation.py of why it is the third time."""
-    for _ in range(2):
-        turns(server)
-        settled(server)
-        if _ == 0:
-            flush_device(server)
-    hits = turns(server)
-    settled(server)
-    assert min(by_tier(answer)["device"] for answer in hits) >= 384
-    return hits
-
-
-def check_restored(
-    found: Sequence[dict[str, Any]], hits: Sequence[dict[str, Any]], tier: str
-) -> None:
-    """Tokens, log-probabilities and guesses are those of device hits; all came from a tier."""
-    reused = [by_tier(answer)["device"] for answer in hits]
-    assert [by_tier(answer)[tier] for answer in found][::2] == reused[::2]
-    assert_same(found, hits, 0.0)
-    assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
-
-
 def check_bytes(server: Server, kind: str) -> None:
     """What a page takes: a twentieth more than its rows at most."""
     needed = PAGE * sum(map(sum, rows_of(kind)))
@@ -110,7 +87,7 @@ def lose_draft_rows(folder: Path, kind: str) -> int:
 def test_what_is_restored_answers_and_guesses_as_a_device_hit(kind: str, tmp_path: Path) -> None:
     write_nextn_model(tmp_path / "model", kind)
     with server_of(kind, tmp_path) as server:
-        hits = device_hits(server)
+        hits = device_hits(server, turns)
         flush_device(server)
         check_restored(turns(server), hits, "host")
         settled(server)
@@ -134,7 +111,7 @@ def test_two_ranks_load_a_draft_layers_rows_of_which_one_keeps_all(tmp_path: Pat
     write_nextn_model(tmp_path / "model", kind)
     env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
     with server_of(kind, tmp_path, "--tp-size", "2", env=env) as server:
-        hits = device_hits(server)
+        hits = device_hits(server, turns)
         flush_device(server)
         check_restored(turns(server), hits, "host")
         settled(server)

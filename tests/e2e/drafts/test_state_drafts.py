@@ -19,9 +19,8 @@ from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.nextn import NEXTN
 from testkit.drafts.state_nextn import DRAFT_BYTES, KIND, PAGE_BYTES, write_state_nextn_model
 from testkit.server import Server
+from tests.e2e.drafts.restored import check_same
 from tests.e2e.drafts.test_speculation import (
-    assert_same,
-    guesses,
     lose_part,
     page_keys,
     records,
@@ -77,12 +76,6 @@ def check_tier(found: Sequence[dict[str, Any]], tier: str, places: list[int]) ->
     """Answers went on behind these places, all of which was in a tier."""
     assert [by_tier(answer).get(tier, 0) for answer in found] == places
     assert [answer["meta_info"]["cached_tokens"] for answer in found] == places
-
-
-def check_same(found: Sequence[dict[str, Any]], hits: Sequence[dict[str, Any]]) -> None:
-    """Tokens, log-probabilities and guesses are those of device hits."""
-    assert_same(found, hits, 0.0)
-    assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
 
 
 def lose_draft_rows(folder: Path, texts: Sequence[Sequence[int]]) -> None:

@@ -1,8 +1,8 @@
 """Window layers and an EAGLE-3 draft, on the real server: gpt-oss.
 
 A page of the full layers holds the draft's layer behind them; window layers are kept where a prompt
-is resumed. What is restored is compared with plain SGLang's device hits bit for bit, as is how many
-guesses are right; without the draft's rows fewer are.
+is resumed. What is restored is compared with a device hit bit for bit, as is how many guesses are
+right; without the draft's rows fewer are.
 """
 
 from __future__ import annotations
@@ -27,15 +27,14 @@ from testkit.drafts.eagle3 import (
 from testkit.requests import flush_device
 from testkit.server import Server
 from tests.e2e.drafts import test_speculation as speculation
+from tests.e2e.drafts.restored import check_restored, device_hits
 from tests.e2e.drafts.test_speculation import (
-    assert_same,
-    guesses,
     lose_part,
     page_keys,
     records,
     share,
 )
-from tests.e2e.hier_server import by_tier, real_prompts, settled
+from tests.e2e.hier_server import real_prompts, settled
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -122,29 +121,6 @@ def server_of(folder: Path, *args: str, disk: str = "disk", **options: Any) -> S
     )
 
 
-def device_hits(server: Server) -> list[dict[str, Any]]:
-    """Answers behind what the device has; see test_speculation.py of why it is the third time."""
-    for time_ in range(2):
-        turns(server)
-        settled(server)
-        if time_ == 0:
-            flush_device(server)
-    hits = turns(server)
-    settled(server)
-    assert min(by_tier(answer)["device"] for answer in hits) >= 384
-    return hits
-
-
-def check_restored(
-    found: Sequence[dict[str, Any]], hits: Sequence[dict[str, Any]], tier: str
-) -> None:
-    """Tokens, log-probabilities and guesses are those of device hits; all came from a tier."""
-    reused = [by_tier(answer)["device"] for answer in hits]
-    assert [by_tier(answer)[tier] for answer in found][::2] == reused[::2]
-    assert_same(found, hits, 0.0)
-    assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
-
-
 def texts_of(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
     """All tokens of each chat."""
     firsts = real_prompts(LENGTHS, seed=3)
@@ -175,7 +151,7 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(name: str, tmp_pat
     kind = write(name, tmp_path)
     args = args_of(name, tmp_path)
     with server_of(tmp_path, *args) as server:
-        hits = device_hits(server)
+        hits = device_hits(server, turns)
         flush_device(server)
         check_restored(turns(server), hits, "host")
         found = settled(server)

@@ -187,27 +187,42 @@ def test_what_is_not_moved_is_computed_behind_each_new_cut_and_then_reused(
     tmp_path: Path, name: str
 ) -> None:
     write, args, env = BOUND[name]
-    chat, page = Chat(seed=70), 64
-    cuts = [0]
+    page = 64
     with server_of(write(tmp_path / "model"), tmp_path, *args, page=page, env=env) as server:
-        for _ in range(8):
-            answer = chat.ask(server, 101)
-            drop_device(server)
-            told = report(answer)
-            dropped = told.get("dropped", 0)
-            cuts.append(dropped)
-            assert told.get("moved", 0) == 0
-            assert told.get("quality", "exact") == "exact"
-            if dropped == cuts[-2]:
-                # All that the turn before left, but for its last pages.
-                most_new = 101 + NUM_TOKENS + 3 * page
-                assert cached([answer])[0] > len(chat.kept(dropped)) - most_new
-                continue
-            assert cached([answer]) == [0]
-            again = ask(server, chat.kept(dropped), NUM_TOKENS)  # a prompt like any other
-            assert cached([again]) == [0]
-            assert tokens_and_logprobs(again) == tokens_and_logprobs(answer)
-        counted = state(server)["host"]
+        check_new_cuts(server, page, _check_bits)
+
+
+def _check_bits(again: Any, answer: Any) -> None:
+    assert tokens_and_logprobs(again) == tokens_and_logprobs(answer)
+
+
+def check_new_cuts(server: Server, page: int, check_same: Callable[[Any, Any], None]) -> None:
+    """A chat's kept text is computed behind each new cut, and reused until the next one.
+
+    Args:
+        server: with a context of `CONTEXT` tokens.
+        page: P.
+        check_same: of an answer to a cut prompt, and one to what was kept as a prompt of its own.
+    """
+    chat, cuts = Chat(seed=70), [0]
+    for _ in range(8):
+        answer = chat.ask(server, 101)
+        drop_device(server)
+        told = report(answer)
+        dropped = told.get("dropped", 0)
+        cuts.append(dropped)
+        assert told.get("moved", 0) == 0
+        assert told.get("quality", "exact") == "exact"
+        if dropped == cuts[-2]:
+            # All that the turn before left, but for its last pages.
+            most_new = 101 + NUM_TOKENS + 3 * page
+            assert cached([answer])[0] > len(chat.kept(dropped)) - most_new
+            continue
+        assert cached([answer]) == [0]
+        again = ask(server, chat.kept(dropped), NUM_TOKENS)  # a prompt like any other
+        assert cached([again]) == [0]
+        check_same(again, answer)
+    counted = state(server)["host"]
     assert len(set(cuts)) >= 3, cuts
     assert len(set(cuts)) < len(cuts) - 1, cuts
     assert counted.get("load_failures", 0) == counted.get("save_failures", 0) == 0

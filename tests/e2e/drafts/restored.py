@@ -1,0 +1,41 @@
+"""What comes back of a server that guesses, beside what its device has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from testkit.requests import flush_device
+from testkit.server import Server
+from tests.e2e.drafts.test_speculation import assert_same, guesses
+from tests.e2e.hier_server import by_tier, settled
+
+Answers = Sequence[dict[str, Any]]
+
+
+def device_hits(
+    server: Server, turns: Callable[[Server], list[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Answers behind what the device has; see test_speculation.py of why it is the third time."""
+    turns(server)
+    settled(server)
+    flush_device(server)
+    turns(server)
+    settled(server)
+    hits = turns(server)
+    settled(server)
+    assert min(by_tier(answer)["device"] for answer in hits) >= 384
+    return hits
+
+
+def check_same(found: Answers, hits: Answers) -> None:
+    """Tokens, log-probabilities and guesses are those of device hits."""
+    assert_same(found, hits, 0.0)
+    assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
+
+
+def check_restored(found: Answers, hits: Answers, tier: str) -> None:
+    """They are, and all that the first turns reused came from a tier."""
+    reused = [by_tier(answer)["device"] for answer in hits]
+    assert [by_tier(answer)[tier] for answer in found][::2] == reused[::2]
+    check_same(found, hits)
