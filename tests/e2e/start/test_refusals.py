@@ -50,17 +50,23 @@ EAGLE = ["--speculative-algorithm", "EAGLE", "--speculative-draft-model-path", s
 EAGLE += DRAFTS
 # What is added to a server with drafts, and what the sentence says is needed.
 NO_DRAFTS = {
-    "truncation": (["--hier-kv-truncation", "overflow"], "--hier-kv-truncation off"),
+    "truncation": (["--hier-kv-truncation", "match"], "--hier-kv-truncation off or overflow"),
     "rust": (["--hier-kv-tree-core", "rust"], "--hier-kv-tree-core python"),
     "codec": (
-        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-codec", "lossless"],
-        "--hier-kv-codec none",
+        ["--hier-kv-disk-dir", "@/disk", "--hier-kv-codec", "cachegen-paper"],
+        "a --hier-kv-codec that loses nothing, or hier",
     ),
     "fp8 drafts": (
         ["--speculative-draft-kv-cache-dtype", "fp8_e4m3"],
         "no --speculative-draft-kv-cache-dtype",
     ),
     "sessions": (["--enable-streaming-session"], "no --enable-streaming-session"),
+}
+DRAFTS_WITH = {
+    "taken": [],
+    "taken: cut prompts": ["--hier-kv-truncation", "overflow"],
+    "taken: a codec": ["--hier-kv-disk-dir", "@/disk", "--hier-kv-codec", "lossless"],
+    "taken: hier": ["--hier-kv-disk-dir", "@/disk", "--hier-kv-codec", "hier"],
 }
 # Guesses that branch: SGLang itself has them with pages of one token alone, and asks for these.
 BRANCHES = {
@@ -298,7 +304,7 @@ ASSERTED_OF_STATES = {
 
 TAKEN = [
     *(f"windows: {name}" for name in WINDOW_FLAGS),
-    *(f"drafts: {name}" for name in ("taken", "taken: its own layer")),
+    *(f"drafts: {name}" for name in (*DRAFTS_WITH, "taken: its own layer")),
     *(f"states: {name}" for name in STATES),
 ]
 # What the sentence of each has to say. Rows of drafts are looked at before weights load; of what
@@ -445,7 +451,8 @@ def parsed(folder: Path) -> Parsed:
     for name, added in (WINDOW_FLAGS | refused).items():
         given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL, *added]
         cases[f"windows: {name}"] = {"argv": given, "resolve": True}
-    for name, (added, _) in {"taken": ([], []), **NO_DRAFTS}.items():
+    without = {name: added for name, (added, _) in NO_DRAFTS.items()}
+    for name, added in (DRAFTS_WITH | without).items():
         given = ["--model-path", str(TINYLM), *DUMMY, *ON[2:], *SMALL, *EAGLE, *added]
         cases[f"drafts: {name}"] = {"argv": given, "resolve": True}
     for name, (added, *_) in BRANCHES.items():

@@ -249,6 +249,8 @@ class WindowWorld:
     server_args: ClassVar[Any] = SimpleNamespace()
     model_config: ClassVar[Any] = SimpleNamespace(is_multimodal=False)
     exact_only = True  # no page is anything but exact
+    of_pairs = False  # keys of the tree are of tokens
+    draft_pools: Sequence[MHATokenToKVPool] = ()  # of the draft's layers
 
     def ropes_of(self, pool: DevicePool) -> list[LayerRope]:
         """How K of each layer of a part is stored."""

@@ -5,6 +5,7 @@ And in which order, and how far the room is that writes make.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +27,14 @@ from sglang_ext.tiers.base import BLOCK_BYTES, Location
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.books.page_states import QUEUE, REFUSE
 from sglang_ext.tiers.store.books.write_policy import AGAIN_SHARE
-from sglang_ext.tiers.store.types import GIVEN_UP, ON_DISK, READY, DiskCopies
+from sglang_ext.tiers.store.types import (
+    GIVEN_UP,
+    ON_DISK,
+    QUEUED,
+    READY,
+    SPILLING,
+    DiskCopies,
+)
 from tests.unit.store.store_rig import Make, Rig, check_content, pages, rigs
 
 CHAT_PAGES = 4
@@ -274,24 +282,31 @@ def test_beside_a_disk_smaller_than_dram_each_page_counts_once_as_new(
     assert done.counters["written_pages"] - again <= done.new
 
 
-def _end_on_disk(rig: Rig, path: np.ndarray, num: int) -> tuple[np.ndarray, np.ndarray]:
-    """Has the last pages of a path on a full disk, the others in DRAM; their rows and slots."""
+def _end_on_disk(rig: Rig, length: int, num: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Has the last pages of a path on a full disk, the others in DRAM; the path, rows and slots."""
     books = rig.books
-    _save(rig, path, settles=False)
-    slots, rows = _hold(rig, path), books.table.index.lookup(path, rig.space.number)
-    with books.table.lock:
-        books.spills.queue(rig.space, rows[-num:])
+    for attempt in itertools.count():
+        path = pages(f"path{attempt}-", length)
+        _save(rig, path, settles=False)
+        slots, rows = _hold(rig, path), books.table.index.lookup(path, rig.space.number)
+        with books.table.lock:
+            # The writer may have met a page as one of the next to leave, before it was held.
+            if not (_flags(rig, path) & (ON_DISK | QUEUED | SPILLING)).any():
+                books.spills.queue(rig.space, rows[-num:])
+                break
+        rig.store.release(slots)
+        _expect(rig, f"attempt{attempt}", path)  # so that it is in nobody's way
     rig.until(lambda: bool((_flags(rig, path)[-num:] & ON_DISK).all()))
     assert not (_flags(rig, path)[:-num] & ON_DISK).any()
-    return rows, slots
+    return path, rows, slots
 
 
 def test_what_leads_to_pages_on_disk_is_written_whatever_it_is_worth(make: Make) -> None:
     """Refused, it would be lost with DRAM, and nobody could find what the disk has behind it."""
     rig, _ = _full(make)
-    books, lookahead, path, other = rig.books, rig.store.lookahead, pages("path", 6), pages("a", 3)
+    books, lookahead, other = rig.books, rig.store.lookahead, pages("a", 3)
     assert lookahead is not None
-    rows, slots = _end_on_disk(rig, path, 3)
+    path, rows, slots = _end_on_disk(rig, 6, 3)
     _save(rig, other, settles=False)
     others = _hold(rig, other)
     for each in (path[:3], other):  # worth less than all on disk
@@ -310,8 +325,8 @@ def test_what_leads_to_pages_on_disk_is_written_whatever_it_is_worth(make: Make)
 def test_what_leads_to_pages_on_disk_takes_no_place_of_what_is_needed_sooner(make: Make) -> None:
     """It has the places of what it leads to, and no others."""
     rig, chats = _full(make)
-    books, path = rig.books, pages("path", 6)
-    rows, slots = _end_on_disk(rig, path, 1)
+    books = rig.books
+    _, rows, slots = _end_on_disk(rig, 6, 1)
     for number, chat in enumerate(chats):
         _expect(rig, f"soon{number}", chat)
     order = books.table.disk_order
@@ -328,8 +343,8 @@ def test_what_leads_to_pages_on_disk_takes_no_place_of_what_is_needed_sooner(mak
 def test_what_leads_to_needed_pages_on_disk_takes_their_place_at_the_latest(make: Make) -> None:
     """The same request needs both; what it leads to is of no use without it."""
     rig, chats = _full(make)
-    books, path = rig.books, pages("path", 6)
-    rows, slots = _end_on_disk(rig, path, 2)
+    books = rig.books
+    path, rows, slots = _end_on_disk(rig, 6, 2)
     for number, chat in enumerate(chats):
         _expect(rig, f"soon{number}", chat)
     _expect(rig, "last", path)
