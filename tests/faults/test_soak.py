@@ -1,6 +1,6 @@
 """The soak: mixed traffic over three servers in a row, and whether anything grows.
 
-By default some five minutes of it, by rounds and not by time; `python -m bench.soak` goes on for an
+By default some minutes of it, by rounds and not by time; `python -m bench.soak` goes on for an
 hour with the same bounds. The long form has more rounds of the last server.
 """
 
@@ -18,8 +18,8 @@ from tests.long_form import either
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-SHORT_LIFE = 6  # rounds of a server that is ended soon
-LONG_LIFE = either(20, 60)  # of which memory is bounded behind the first six
+SHORT_LIFE = 5  # rounds of a server that is ended soon
+LONG_LIFE = either(14, 60)  # of which memory is bounded behind the first six
 
 
 def test_mixed_traffic_over_three_servers_is_answered_as_it_should_be(tmp_path: Path) -> None:
