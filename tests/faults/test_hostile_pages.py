@@ -27,6 +27,7 @@ from sglang_ext.tiers.remote import (
     parse_remote_url,
 )
 from sglang_ext.tiers.remote.base import Deadline, Value, value_name
+from sglang_ext.tiers.remote.record_values import split
 from sglang_ext.tiers.remote.staged import stage
 from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from testkit.remote.redis_server import RedisServer, redis_binary
@@ -46,7 +47,18 @@ from tests.faults.hostile_pages import (
 )
 from tests.faults.hostile_targets import forged_staged
 from tests.faults.record_mutations import forged_page
-from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
+from tests.tiers.remote.remote_cases import (
+    KEPT,
+    LONG_BYTES,
+    OK,
+    PART_BYTES,
+    WAIT_S,
+    make_item,
+    make_items,
+    open_store,
+    read,
+    until,
+)
 from tests.unit.remote.remote_world import no_prefill
 
 NUM_PAGES = 6
@@ -385,3 +397,26 @@ def test_a_real_store_whose_writer_forges_any_field(
         assert shown is None or canary not in shown
     assert num_shown <= num_ready < len(numbers)
     assert world.store.stats().get("remote_failures", 0) == 0
+
+
+def test_a_value_of_another_type_is_bad_alone_and_is_stored_anew(redis: RedisServer) -> None:
+    """A list in a value's place, which the server refuses to read."""
+    store = open_store(f"redis://127.0.0.1:{redis.port}", prefix="types")
+    try:
+        assert store.wait_usable(WAIT_S)
+        items = [*make_items(range(3)), make_item(3, LONG_BYTES), *make_items(range(4, 6))]
+        assert store.put(items) == [OK] * 6
+        lists = [value_name("types", item.key) for item in items[:3]]
+        lists.append(split(value_name("types", items[3].key), items[3].record, PART_BYTES)[1].name)
+        for name in lists:
+            assert redis.call("DEL", name) == 1
+            redis.call("RPUSH", name, "x")
+        for _ in range(5):
+            outcomes = read(store, items)
+            assert (OK in outcomes[:4], outcomes[4:]) == (False, [OK, OK])
+        assert store.usable
+        assert store.stats().get("breaker_opened", 0) == 0
+        assert store.put(items) == [OK] * 4 + [KEPT] * 2
+        assert read(store, items) == [OK] * 6
+    finally:
+        store.close()

@@ -60,6 +60,9 @@ _LOW_WATER_SHARE = 0.125
 # Key spaces in which a page that was never stored is looked for, the latest of all.
 _MAX_OTHER_SPACES = 16
 _CLOSE_LEAVING_S = 1.0  # for the batch in hand, before the disk is closed
+# Adapters of a namespace whose pages a start takes from the disk, those with the most pages. Each
+# costs memory and time for as long as the server runs, and the disk's writers can name any number.
+_MAX_ADAPTERS = 4096
 
 
 @dataclass(frozen=True)
@@ -268,16 +271,15 @@ class PageStore:
 
     def _enter_found(self, digest: bytes, found: RecoveredPages) -> int:
         """Enters what a former run left of a namespace; returns how many pages found room."""
-        total = 0
-        # Sorting digests takes most of a start with a full disk; without adapters there is no need.
-        adapters, which = found.lora[:1], np.zeros(len(found), np.intp)
-        if found.lora.any():
-            adapters, which = np.unique(found.lora, axis=0, return_inverse=True)
-        for number, adapter in enumerate(adapters):
-            mine = which.reshape(-1) == number
-            lora = adapter.tobytes() if adapter.any() else NO_LORA
-            total += self._books.disk.add_recovered(self.space(digest, lora), found.take(mine))
-        return total
+        rows = _rows_by_adapter(found.lora)
+        most = sorted(rows, key=lambda adapter: -len(rows[adapter]))
+        left = [rows.pop(adapter) for adapter in most[_MAX_ADAPTERS:]]
+        if left:
+            self._books.disk.leave_out(found.take(np.concatenate(left)))
+        return sum(
+            self._books.disk.add_recovered(self.space(digest, lora), found.take(mine))
+            for lora, mine in rows.items()
+        )
 
     # ---- pages ----
 
@@ -628,3 +630,13 @@ class PageStore:
         disk.keeper = pages_on_disk
         if self._books.table.copies is not None:
             disk.copy_keeper = RecordCopies(self._books.table, self._spaces.number_of)
+
+
+def _rows_by_adapter(lora: npt.NDArray[np.uint8]) -> dict[bytes, Rows]:
+    """The rows of each adapter, u8 `[N, 32]`, ascending; pages without one come first."""
+    words = np.ascontiguousarray(lora).view(np.uint64)
+    order = np.lexsort(words.T)  # many times faster than to sort rows of bytes
+    words = words[order]
+    ends = np.flatnonzero((words[1:] != words[:-1]).any(axis=1)) + 1
+    groups = np.split(order, ends) if len(order) else []
+    return {lora[rows[0]].tobytes() if lora[rows[0]].any() else NO_LORA: rows for rows in groups}

@@ -279,6 +279,49 @@ def test_ten_gigabytes_are_found_by_their_footers(open_tier: OpenTier, tmp_path:
     assert tier.stats().used_bytes > 10 * 10**9
 
 
+def stretch(path: Path, offset: int, *, at: int) -> None:
+    """Cuts a segment at `offset` and puts what lay there, but for its end, behind a hole, at `at`.
+
+    On disk the file stays as small as it was, and it has no footer any more.
+    """
+    data = path.read_bytes()[offset : offset + SLOT_BYTES]
+    os.truncate(path, offset)
+    overwrite(path, at, data)
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["slots", "packed"])
+def test_a_hole_is_not_read_however_long_it_is(open_tier: OpenTier, packed: bool) -> None:
+    """Who may write to the folder makes a file of terabytes from one block."""
+    tier = open_tier()
+    tier.open_namespace(NAMESPACE, SLOT_BYTES, {}, packed=packed)
+    locations = store(tier, range(20))
+    (path,) = (tier._config.path / FOLDER).glob("*.hkv")
+    tier.close()
+    far = 1 + (1 << 18 if packed else 1 << 20)
+    stretch(path, locations[19].block * 4096, at=far * 4096)
+    disk = CountingDisk()
+    tier = open_tier(io=disk, max_bytes=64 << 30)
+    pages = tier.open_namespace(NAMESPACE, SLOT_BYTES, {}, packed=packed)
+    assert disk.num_bytes < 64 << 20
+    moved = Location(locations[19].segment, far)
+    assert found(pages) == {key(n): at for n, at in enumerate([*locations[:19], moved])}
+    assert read_page(tier, moved, 19, num_blocks=2) is VerifyResult.OK
+    tier.close()
+    tier = open_tier(max_bytes=64 << 30)
+    assert len(tier.open_namespace(NAMESPACE, SLOT_BYTES, {}, packed=packed)) == 20
+    assert tier.stats().errors == {}
+
+
+def test_a_hole_of_more_places_than_a_segment_has_ends_it(open_tier: OpenTier) -> None:
+    locations, (path,) = write_and_leave(open_tier, range(20), sealed=True)
+    stretch(path, locations[19].block * 4096, at=1 << 40)
+    disk = CountingDisk()
+    tier = open_tier(io=disk)
+    pages = tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+    assert disk.num_bytes < 64 << 20
+    assert found(pages) == {key(n): locations[n] for n in range(19)}
+
+
 def test_ages_outlive_a_restart(open_tier: OpenTier) -> None:
     tier = open_tier(max_bytes=2 << 20)
     tier.open_namespace(NAMESPACE, SLOT_BYTES, {})

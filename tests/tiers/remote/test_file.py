@@ -547,6 +547,32 @@ def test_what_others_put_in_a_values_place_is_a_miss_alone(open_: Open, tmp_path
     assert store.put(items) == [KEPT] * 5
 
 
+def test_what_others_put_in_a_folders_place_stops_no_other_page(
+    open_: Open, tmp_path: Path
+) -> None:
+    store = open_("size=1GB&free=1&ttl=1h")
+    items = make_items(range(6))
+    assert store.put(items[:2]) == [OK] * 2
+    [known, expired] = [
+        path
+        for item in items[:2]
+        for path in _values(tmp_path)
+        if item.key.page_hash.hex() in path.name
+    ]
+    expired.unlink()
+    expired.mkdir()
+    os.utime(expired, (1.0, 1.0))
+    namespace = known.parents[2]
+    (namespace / items[2].key.page_hash.hex()[:2]).write_bytes(b"a file")
+    (namespace / items[3].key.page_hash.hex()[:2]).symlink_to(known.parent)
+    assert store.put(items) == [KEPT] * 4 + [OK] * 2
+    for _ in range(5):
+        assert store.put(items) == [KEPT] * 6
+        assert read(store, items) == [OK] + [MISSING] * 3 + [OK] * 2
+    assert store.usable
+    assert store.stats().get("breaker_opened", 0) == 0
+
+
 def _make_socket(path: Path) -> None:
     os.mknod(path, stat.S_IFSOCK | 0o600)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from sglang_ext.tiers.disk.segments.fileio import FileIO
 from tests.tiers.protection_cases import KEY, OTHER_KEY, seals
 from tests.tiers.tier_pages import NAMESPACE, SLOT_BYTES, store
 from tests.unit.cli.disk_folder import (
@@ -114,6 +116,29 @@ def test_a_damaged_table_is_damage_and_hides_no_page(
     damage(tmp_path, places[1])
     _, facts = run_json(capsys, "verify", tmp_path)
     assert (facts["sound"], facts["corrupt"]) == (21, 2)
+
+
+@LAYOUTS
+def test_holes_are_not_looked_through(
+    tmp_path: Path, capsys: Capture, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of a gigabyte of which the disk holds nothing but the pages."""
+    places = write_folder(tmp_path, packed=packed)
+    path = segment_of(tmp_path, places[0])
+    os.truncate(path, path.stat().st_size - 4096)
+    os.truncate(path, 1 << 30)
+    reads: list[int] = []
+    read = FileIO.preadv
+
+    def counted(self: FileIO, fd: int, buffers: Sequence[memoryview], offset: int) -> int:
+        reads.append(offset)
+        return read(self, fd, buffers, offset)
+
+    monkeypatch.setattr(FileIO, "preadv", counted)
+    status, facts = run_json(capsys, "verify", tmp_path)
+    assert (status, facts["sound"], facts["corrupt"]) == (1, 22, 1)
+    assert facts["bad"][0]["reason"] == "damaged_footer"
+    assert len(reads) < 200
 
 
 def test_a_killed_servers_folder_is_sound(tmp_path: Path, capsys: Capture) -> None:

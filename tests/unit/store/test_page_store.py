@@ -14,7 +14,7 @@ import pytest
 
 from sglang_ext.tiers import index_kernels as kernels
 from sglang_ext.tiers.base import RecoveredPages
-from sglang_ext.tiers.store import Epoch, KeySpace
+from sglang_ext.tiers.store import Epoch, KeySpace, page_store
 from sglang_ext.tiers.store.types import READY, WRITE_DROPPED, DiskCopies
 from tests.unit.store.store_rig import (
     DIGEST,
@@ -374,6 +374,53 @@ def test_a_restart_finds_the_pages_of_each_adapter(make: Make) -> None:
     with_lora = again.store.space(DIGEST, lora)
     assert again.store.locate_prefix(again.space, pages("a", 3)).disk == 3
     assert again.store.locate_prefix(with_lora, pages("a", 3)).disk == 2
+
+
+def test_a_restart_looks_at_each_page_once_however_many_adapters_there_are(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig = make(slots=40)
+    for number in range(1, 21):
+        rig.save(pages("a", 2), space=rig.store.space(DIGEST, bytes([number]) * 32))
+        rig.settle()
+    rig.store.close()
+    take, num_rows = RecoveredPages.take, 0
+
+    def counted(self: RecoveredPages, rows: Any) -> RecoveredPages:
+        nonlocal num_rows
+        num_rows += len(rows)
+        return take(self, rows)
+
+    monkeypatch.setattr(RecoveredPages, "take", counted)
+    again = make()
+    assert again.found == 40
+    assert num_rows <= 3 * 40
+    for number in range(1, 21):
+        space = again.store.space(DIGEST, bytes([number]) * 32)
+        assert again.store.locate_prefix(space, pages("a", 2)).disk == 2
+
+
+def test_a_restart_takes_pages_of_so_many_adapters_and_no_more(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who may write to the folder names as many as he likes."""
+    rig = make(slots=40)
+    for number in range(1, 9):
+        count = 3 if number in (2, 7) else 1
+        rig.save(pages("a", count), space=rig.store.space(DIGEST, bytes([number]) * 32))
+    rig.save(pages("a", 5))
+    rig.settle()
+    rig.store.close()
+    monkeypatch.setattr(page_store, "_MAX_ADAPTERS", 3)
+    again = make()
+    assert again.found == 11
+    assert len(again.store.open_spaces()) == 3
+    assert again.store.locate_prefix(again.space, pages("a", 5)).disk == 5
+    for number in range(1, 9):
+        space = again.store.space(DIGEST, bytes([number]) * 32)
+        wanted = 3 if number in (2, 7) else 0
+        assert again.store.locate_prefix(space, pages("a", 3)).disk == wanted
+    again.settle()
 
 
 # ---- plans -----------------------------------------------------------------------------------

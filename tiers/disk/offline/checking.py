@@ -171,7 +171,7 @@ class _Checker:
     def _check_places(self, fd: int, check: SegmentCheck, found: Recovered) -> None:
         """Finds what begins as a record where the scan found none that is whole."""
         taken = dict(zip(found.pages.block.tolist(), found.pages.num_blocks.tolist(), strict=True))
-        for block in self._places(taken):
+        for block in self._places(fd, taken):
             fault = self._fault_at(fd, block)
             if fault is not None:
                 check.faults.append(fault or Fault(block, Soundness.CORRUPT, "not_whole"))
@@ -181,24 +181,41 @@ class _Checker:
 
     def _check_locked(self, fd: int, check: SegmentCheck) -> None:
         """Says of each record of a segment whose table cannot be opened why that is so."""
-        for block in self._places({}):
+        for block in self._places(fd, {}):
             fault = self._fault_at(fd, block)
             if fault is not None:
                 locked = Fault(block, Soundness.UNAUTHENTIC, SegmentState.LOCKED.value)
                 check.faults.append(fault or locked)
 
-    def _places(self, taken: dict[int, int]) -> Iterator[int]:
-        """Blocks at which a record may begin and none of those that are known lies."""
+    def _places(self, fd: int, taken: dict[int, int]) -> Iterator[int]:
+        """Blocks at which a record may begin and none of those that are known lies.
+
+        None lies in a hole of the file, which is not looked through.
+        """
         heading = self._segment.heading
         is_packed = heading is None or heading.packed
         step = 1 if is_packed else self._segment.slot_bytes // BLOCK_BYTES
         block, end = 1, self._segment.num_bytes // BLOCK_BYTES
         while block < end:
-            if block in taken:
+            data = self._next_data(fd, block)
+            if data > block:
+                block += -(-(data - block) // step) * step
+            elif block in taken:
                 block += taken[block]
             else:
                 yield block
                 block += step
+
+    def _next_data(self, fd: int, block: int) -> int:
+        """The first block from `block` on that the file has bytes of; its end where there is none.
+
+        A block that cannot be told is left to be read.
+        """
+        try:
+            offset = self._io.next_data(fd, block * BLOCK_BYTES)
+        except OSError:
+            return block
+        return (self._segment.num_bytes if offset is None else offset) // BLOCK_BYTES
 
     def _fault_at(self, fd: int, block: int) -> Fault | tuple[()] | None:
         """What is wrong with the header at a block, which may begin a record.

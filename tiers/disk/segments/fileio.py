@@ -49,6 +49,20 @@ class FileIO:
         """Reads into `buffers` from `offset`; returns the bytes read, maybe fewer than asked."""
         return os.preadv(fd, buffers, offset)
 
+    def next_data(self, fd: int, offset: int) -> int | None:
+        """Returns where the file's next bytes lie: `offset` itself where it has some there.
+
+        None where nothing but a hole follows, or the file's end. Moves the file's own offset.
+        """
+        try:
+            return os.lseek(fd, offset, os.SEEK_DATA)
+        except OSError as error:
+            if error.errno == errno.ENXIO:
+                return None
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):  # a file system that does not tell
+                return offset
+            raise
+
     def allocate(self, fd: int, num_bytes: int) -> None:
         """Gives the file disk space for [0, num_bytes)."""
         os.posix_fallocate(fd, 0, num_bytes)

@@ -7,7 +7,7 @@ places were being filled (its length says so), or whose footer is damaged, is re
 to its end. All are then sealed.
 
 Where records are packed, the length in one record's header leads to the next, and behind damage
-the search goes on block by block.
+the search goes on block by block. Holes of a sparse file are passed over unread, however long.
 """
 
 from __future__ import annotations
@@ -18,7 +18,12 @@ import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages, record_blocks
+from sglang_ext.tiers.base import (
+    BLOCK_BYTES,
+    MAX_RECORD_BLOCKS,
+    RecoveredPages,
+    record_blocks,
+)
 from sglang_ext.tiers.disk.segments.fileio import FileIO, aligned_array, read_all, read_small
 from sglang_ext.tiers.disk.segments.layout import (
     MAX_SLOTS,
@@ -252,7 +257,7 @@ def _scan(
     )
     fd = io.open(path, os.O_RDONLY)
     try:
-        while True:
+        while _skip_hole(io, fd, table, stop_at_hole=stop_at_hole):
             first = table.end_block
             num_blocks = read_all(io, fd, [buffer], first * BLOCK_BYTES) // BLOCK_BYTES
             is_end = num_blocks * BLOCK_BYTES < buffer.size
@@ -267,10 +272,32 @@ def _scan(
                 if stop_at_hole:
                     return begun
             if is_end or len(table) >= MAX_SLOTS:
-                return begun
+                break
     finally:
         io.close(fd)
         table.strip_holes()
+    return begun
+
+
+def _skip_hole(io: FileIO, fd: int, table: SegmentTable, *, stop_at_hole: bool) -> bool:
+    """Enters places that the file holds no bytes of, behind the last entry, without reading them.
+
+    A file's length costs whoever makes it nothing, and must not decide how long a scan takes.
+
+    Returns:
+        Whether to read on.
+    """
+    data = io.next_data(fd, table.end_block * BLOCK_BYTES)
+    if data is None:
+        return False
+    place = 1 if table.packed else table.slot_blocks
+    num_blocks = (data // BLOCK_BYTES - table.end_block) // place * place
+    entry_blocks = MAX_RECORD_BLOCKS if table.packed else table.slot_blocks
+    num_entries = -(-num_blocks // entry_blocks)
+    if num_blocks and (stop_at_hole or len(table) + num_entries >= MAX_SLOTS):
+        return False
+    table.add_holes(num_blocks)
+    return True
 
 
 def _begins_as_record(block: ByteArray) -> bool:

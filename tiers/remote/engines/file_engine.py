@@ -69,6 +69,9 @@ _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 # Errors of things in a value's place that are no value: a symbolic link, a file that this user may
 # not read, a socket. They count as a missing value and not as a failure of the folder.
 _NO_VALUE_ERRORS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
+# Errors of things that are in the way of a value: a file or a link in the place of one of its
+# folders, a folder in its own. Its name counts as taken, and the folder has not failed.
+_TAKEN_ERRORS = (errno.ENOTDIR, errno.ELOOP, errno.EISDIR)
 _NO_LINK_ERRORS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -346,10 +349,16 @@ class FileEngine(RemoteEngine):
 
     def _write(self, value: Value, errand: CancellableTask[tuple[int, bool]]) -> bool:
         """Writes a value under a name of its own and publishes it; whether it was published."""
-        for _ in range(_MAX_REMOVALS):
-            with contextlib.suppress(FileNotFoundError):  # another server removed the empty folder
-                return self._write_once(value, errand)
-        return self._write_once(value, errand)
+        try:
+            for _ in range(_MAX_REMOVALS):
+                with contextlib.suppress(FileNotFoundError):  # another server removed the folder
+                    return self._write_once(value, errand)
+            return self._write_once(value, errand)
+        except OSError as error:
+            if error.errno not in _TAKEN_ERRORS:
+                raise
+            with self._folders.top():  # fails where that is not there itself
+                return False
 
     def _write_once(self, value: Value, errand: CancellableTask[tuple[int, bool]]) -> bool:
         with self._folders.folder_of(value.name, make=True) as (folder, file):

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.remote.base import (
     NAME_VERSION,
     Deadline,
@@ -52,6 +53,7 @@ _MAX_ROUNDS = 4
 _INFO_BOUNDS = ReplyBounds(num_bytes=1 << 18)
 _MAX_DIGITS = 18
 _REDIRECTS = ("MOVED ", "ASK ")
+_WRONG_TYPE = "WRONGTYPE "
 
 
 def options(scheme: str) -> Options:
@@ -211,7 +213,7 @@ class RedisEngine(RemoteEngine):
             last = fetch.offset + fetch.out.size - 1
 
             def take(connection: Connection) -> None:
-                on_fetched(index, connection.bulk_into(fetch.out, deadline))
+                on_fetched(index, _value_into(fetch.out, connection, deadline))
 
             arguments = ("GETRANGE", fetch.name, fetch.offset, last)
             return _Command(fetch.name, arguments, fetch.out.size, take)
@@ -363,6 +365,21 @@ def _tls(url: RemoteUrl) -> ssl.SSLContext | None:
         context.check_hostname = False
         context.verify_mode = ssl.CERT_NONE
     return context
+
+
+def _value_into(out: ByteArray, connection: Connection, deadline: Deadline) -> int:
+    """Takes a part of a value; its bytes.
+
+    A list or anything else that is no string is read as one zero: so it is no record, and the next
+    put of one overwrites it, where an error of the server's would speak against every page.
+    """
+    try:
+        return connection.bulk_into(out, deadline)
+    except ReplyError as error:
+        if not str(error).startswith(_WRONG_TYPE):
+            raise
+        out[:1] = 0
+        return 1
 
 
 def _info(reply: object) -> dict[str, int]:

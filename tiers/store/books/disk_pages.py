@@ -51,6 +51,12 @@ class DiskPages:
                 self._table.disk_order.note_thin(pages.segment)
             return int(known.sum())
 
+    def leave_out(self, pages: RecoveredPages) -> None:
+        """Notes that records which a former run left are no pages; their places are used again."""
+        if self._table.disk_order is not None:
+            with self._table.lock:
+                self._table.disk_order.note_thin(pages.segment)
+
     def move(self, space: KeySpace, old_segment: int, pages: RecoveredPages) -> None:
         """Notes that reclaiming a segment copied some of its pages elsewhere."""
         with self._table.lock:
