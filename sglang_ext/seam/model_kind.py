@@ -99,7 +99,7 @@ def rows_of(model_config: Any, kv_cache_dtype: str, *, drafts: bool = False) -> 
     from sglang.srt.configs.model_config import AttentionArch, is_deepseek_dsa
 
     if mambaish_config(model_config) is not None:
-        return ""
+        return "layers with a state a sequence" if drafts else ""
     if drafts and model_config.is_hybrid_swa:
         return "window layers with a pool of their own"
     is_latent = model_config.attention_arch == AttentionArch.MLA

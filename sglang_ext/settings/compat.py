@@ -83,6 +83,7 @@ class Resolved:
             many have not; empty where there is one stage.
         rows: what is kept of a token by the model, and by a draft model, in words; both empty
             without one that has KV of its own, or where it is not known.
+        draft: architecture of the draft model, by SGLang's name; empty likewise.
     """
 
     values: Mapping[str, Any]
@@ -93,6 +94,7 @@ class Resolved:
     architecture: str = ""
     stages: tuple[tuple[int, int], ...] = ()
     rows: tuple[str, str] = ("", "")
+    draft: str = ""
 
 
 def check_arguments(server_args: Any, config: HierKVConfig) -> None:
@@ -149,7 +151,7 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     if resolved.model_kind == INDEXED:
         for expected, found in outside_index(resolved.values.get, config):
             _refuse(expected, found, f"change it, or {WITHOUT}")
-    model = resolved.model_kind, resolved.architecture
+    model = resolved.model_kind, resolved.architecture, resolved.draft
     for expected, found in outside_speculation(resolved.values.get, config, *model):
         _refuse(expected, found, WITHOUT_SPECULATION)
     for expected, found in outside_rows(*resolved.rows):

@@ -295,11 +295,12 @@ SERVED_MODES = (
         "(docs/codec.md), run with EAGLE by one rank; by one rank or several "
         "tensor parallel ones, for models with K and V of every head, and the draft layer (MTP) "
         "of models of latent rows, with an index or without; by one rank and without codec or an "
-        "fp8 KV cache the draft layer of Qwen3-Next, and, without a remote store, gpt-oss with "
-        "EAGLE3 (window layers in a pool of their own; the draft's KV with the full layers'); "
-        "prompts that are cut, computed anew behind each new cut (not with these two); "
-        "without adapters or sessions; codecs run by one rank; EAGLE3 run with random weights "
-        "where all layers are full, none of them on a GPU",
+        "fp8 KV cache the draft layer of Qwen3-Next and no other draft, and, without a remote "
+        "store, gpt-oss with EAGLE3 (window layers in a pool of their own; the draft's KV with the "
+        "full layers'); prompts that are cut, computed anew behind each new cut (not with these "
+        "two); without adapters or sessions; codecs that lose nothing run by one rank and by two, "
+        "with a remote store, too; EAGLE3 run with random weights where all layers are full, none "
+        "of them on a GPU",
         "tests/e2e/drafts/test_speculation.py; tests/e2e/drafts/test_latent_drafts.py; "
         "tests/e2e/drafts/test_coded_drafts.py; tests/e2e/drafts/test_state_drafts.py; "
         "tests/e2e/drafts/test_window_drafts.py; tests/property/drafts/test_verified_states.py; "

@@ -21,8 +21,8 @@ EAGLE = "EAGLE"  # SGLang's name of NEXTN, too
 LATENT_KINDS = ("mla", INDEXED)
 # Without a second pool or a state: of these drafts were tried with codecs, and with cut prompts.
 WHOLE_KINDS = ("mha", *LATENT_KINDS)
-# Hybrids with a state a sequence whose draft layer was tried.
-DRAFTED_HYBRIDS = ("Qwen3NextForCausalLM",)
+# Hybrids with a state a sequence whose draft layer was tried, and SGLang's name of that layer.
+DRAFTED_HYBRIDS = {"Qwen3NextForCausalLM": "Qwen3NextForCausalLMMTP"}
 # Half of the least distance at which SGLang keeps states.
 _MOST_GUESSES = 32
 # Of these EAGLE3 was tried, with a draft of full layers alone.
@@ -39,7 +39,11 @@ WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
 
 
 def outside_speculation(
-    read: Callable[[str], Any], config: HierKVConfig, kind: str, architecture: str = ""
+    read: Callable[[str], Any],
+    config: HierKVConfig,
+    kind: str,
+    architecture: str = "",
+    draft: str = "",
 ) -> Iterator[tuple[str, str]]:
     """What is expected and what came, of everything that was not tried with speculation.
 
@@ -48,6 +52,7 @@ def outside_speculation(
         config: the plugin's settings.
         kind: of the model, a key of ``MODEL_KINDS``.
         architecture: of the model.
+        draft: that of its draft model; empty where there is none, or it is not known.
     """
     algorithm = read("speculative_algorithm")
     if algorithm is None:
@@ -62,7 +67,7 @@ def outside_speculation(
     if kind not in LATENT_KINDS or algorithm != EAGLE:
         found.append(("no data parallel attention", on(has_attention_dp(read))))
     if kind == STATE_KINDS[0] and algorithm == EAGLE:
-        found += _outside_states(read, architecture)
+        found += _outside_states(read, architecture, draft)
     if algorithm != NGRAM:
         found += [
             *_outside_kinds(algorithm, kind, architecture),
@@ -155,13 +160,18 @@ def _outside_kinds(algorithm: str, kind: str, architecture: str) -> Iterator[tup
         yield f"K and V of every head (with latent rows {EAGLE})", "a model of latent rows"
 
 
-def _outside_states(read: Callable[[str], Any], architecture: str) -> Iterator[tuple[str, Any]]:
+def _outside_states(
+    read: Callable[[str], Any], architecture: str, draft: str
+) -> Iterator[tuple[str, Any]]:
     """What was not tried of a model with a state a sequence and its draft layer."""
     mode = read("disaggregation_mode")
     yield "no --disaggregation-mode", "" if mode in (None, "null") else mode
     is_tried = architecture in DRAFTED_HYBRIDS
     expected = f"of hybrids with states {', '.join(DRAFTED_HYBRIDS)}"
     yield expected, "" if is_tried else architecture or "another"
+    own_layer = DRAFTED_HYBRIDS.get(architecture, "")
+    is_other = draft not in ("", own_layer) and is_tried
+    yield f"its own draft layer ({own_layer})", f"a draft of {draft}" if is_other else ""
     yield "--tp-size 1", read("tp_size") or 1
     # A state would lag behind the tokens that were verified, which lie in a ring.
     yield "no --enable-linear-replayssm-spec", on(read("enable_linear_replayssm_spec"))

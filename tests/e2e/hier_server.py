@@ -172,6 +172,13 @@ def settled(server: Server, timeout_s: float = 300.0) -> dict[str, Any]:
     raise AssertionError(f"the store did not settle in {timeout_s:.0f} s: {last}")
 
 
+def clear_tiers(server: Server) -> None:
+    """Leaves nothing but what is in a remote store, with all in it that was saved."""
+    settled(server)
+    server.post("/hicache/storage-backend/clear")
+    requests.flush_device(server)
+
+
 def send_in_halves(server: Server, send: Callable[[Any], Any], what: Sequence[Any]) -> list[Any]:
     """What `send` returns of each of `what`, several at a time.
 

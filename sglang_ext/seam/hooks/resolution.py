@@ -83,6 +83,7 @@ def resolved(server_args: Any) -> Resolved:
     has_model = str(server_args.model_path).lower() not in ("none", "dummy")
     model_config = model_config_of(server_args) if has_model else None
     values = {field.name: resolution_result(server_args, field.name) for field in fields}
+    draft = _draft_config(server_args, values) if has_model else None
     return Resolved(
         values=values,
         given={field.name: given.get(field.name) for field in fields},
@@ -91,22 +92,23 @@ def resolved(server_args: Any) -> Resolved:
         release=version("sglang"),
         architecture=_architecture(model_config) if has_model else "",
         stages=_stages(model_config, values.get("pp_size") or 1) if has_model else (),
-        rows=_rows(server_args, model_config, values) if has_model else ("", ""),
+        rows=("", "") if draft is None else _rows(model_config, draft, values),
+        draft="" if draft is None else _architecture(draft),
     )
 
 
-def _rows(server_args: Any, model_config: Any, values: Mapping[str, Any]) -> tuple[str, str]:
-    """What is kept of a token by the model, and by a draft model with KV of its own, in words.
+def _draft_config(server_args: Any, values: Mapping[str, Any]) -> Any:
+    """SGLang's ``ModelConfig`` of a draft model with KV of its own.
 
-    Empty where there is none, or it is not known: what cannot be read is for SGLang to tell.
+    None where there is none, or it is not known: what cannot be read is for SGLang to tell.
     """
     from sglang.srt.configs.model_config import ModelConfig
 
     path = values.get("speculative_draft_model_path")
     if values.get("speculative_algorithm") in (None, NGRAM) or not path:
-        return "", ""
+        return None
     try:
-        draft = ModelConfig.from_server_args(
+        return ModelConfig.from_server_args(
             server_args,
             model_path=path,
             model_revision=values.get("speculative_draft_model_revision"),
@@ -114,7 +116,11 @@ def _rows(server_args: Any, model_config: Any, values: Mapping[str, Any]) -> tup
         )
     except (OSError, ValueError) as error:
         logger.warning("hier-kv: the draft model's configuration is not known yet: %s", error)
-        return "", ""
+        return None
+
+
+def _rows(model_config: Any, draft: Any, values: Mapping[str, Any]) -> tuple[str, str]:
+    """What is kept of a token by the model, and by a draft model, in words."""
     dtype = str(values.get("kv_cache_dtype"))
     return rows_of(model_config, dtype), rows_of(draft, dtype, drafts=True)
 

@@ -5,7 +5,8 @@ server from the remote store is compared with a device hit bit for bit, as is ho
 right. With `hier` the model's layers lose something and the draft's nothing: as many guesses are
 right as after a device hit, but for two in a hundred.
 
-By default drafts of three kinds run, without what loses something; the long form has all.
+By default drafts of three kinds run by one rank, without what loses something; the long form has
+all, and two ranks, whose consensus SGLang checks.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ import pytest
 from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.eagle import write_eagle3_config, write_eagle_draft
 from testkit.drafts.nextn import NEXTN, write_nextn_model
+from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
+from testkit.slow import ENV_JITTER
 from testkit.workload import ASSETS
 from tests.e2e.drafts import test_latent_drafts as latent
 from tests.e2e.drafts import test_speculation as speculation
@@ -32,7 +35,9 @@ from tests.e2e.hier_server import (
     PAGE,
     ask,
     by_tier,
+    check_agreed,
     connected,
+    every_rank,
     real_prompts,
     settled,
     state,
@@ -43,6 +48,7 @@ from tests.tiers.remote.remote_cases import until
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LATENT = ("deepseek_v3", "glm")
+BY_TWO = "-by-two-ranks"
 PROFILE = ["--hier-kv-profile", str(ASSETS / "tinylm.hkp")]
 # Prompts and answers whose guesses are counted where KV has lost something.
 MANY, LONG = [436, 512, 577, 700, 390, 460, 640, 530, 436, 577, 390, 640], 48
@@ -55,6 +61,8 @@ class Kind:
         self.folder = folder
         (folder / "store").mkdir()
         self._model = TINYLM
+        self.num_ranks = 2 if name.endswith(BY_TWO) else 1
+        name = name.removesuffix(BY_TWO)
         if name in LATENT:
             self._model = write_nextn_model(folder / "model", name)
             self._args = [*speculation.BASE, *NEXTN, "--max-running-requests", "6"]
@@ -69,7 +77,7 @@ class Kind:
             args = speculation.args_of(name, {name.removesuffix("-in-fp8"): path})
             self._args = [*speculation.BASE, *args]
             self.lengths = speculation.LENGTHS
-        self._args += ["--enable-hier-kv", *WAITING]
+        self._args += ["--enable-hier-kv", *WAITING, "--tp-size", str(self.num_ranks)]
         self._codec = codec
         self._args += ["--hier-kv-remote-url", f"file://{folder}/store?size=1GB"]
 
@@ -88,6 +96,7 @@ class Kind:
             args,
             model=self._model,
             log_path=folder / "server.log",
+            env={} if self.num_ranks == 1 else {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)},
             stop="kill",
             start_timeout_s=400,
         )
@@ -101,12 +110,14 @@ WAITING = ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-m
 
 
 def uploaded(server: Server) -> None:
-    """Waits until all that a server has saved is in the remote store."""
+    """Waits until all that each rank of a server has saved is in the remote store."""
+
+    def has_sent(host: dict[str, int]) -> bool:
+        sent = host.get("remote_written_pages", 0) + host.get("remote_duplicate_pages", 0)
+        return sent >= host.get("saved_pages", 0)  # with one copy for all a rank saves none
 
     def all_sent() -> bool:
-        host = state(server)["host"]
-        sent = host.get("remote_written_pages", 0) + host.get("remote_duplicate_pages", 0)
-        return bool(sent >= host["saved_pages"])
+        return all(has_sent(rank["host"]) for rank in every_rank(server))
 
     settled(server)
     assert until(all_sent, 120.0), state(server)["host"]
@@ -117,7 +128,13 @@ def codecs_on_disk(folder: Path) -> set[str]:
 
 
 @pytest.mark.sampled("eagle", "eagle3", "glm")
-@pytest.mark.parametrize("name", ["eagle", "eagle3", "standalone", "eagle-in-fp8", *LATENT])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("eagle", "eagle3", "standalone", "eagle-in-fp8", *LATENT),
+        *(name + BY_TWO for name in ("eagle", "eagle3", "standalone", *LATENT)),
+    ],
+)
 def test_codecs_that_lose_nothing_give_back_what_a_device_hit_has(
     name: str, tmp_path: Path
 ) -> None:
@@ -129,6 +146,8 @@ def test_codecs_that_lose_nothing_give_back_what_a_device_hit_has(
         check_restored(kind.turns(server), hits, "host")
         uploaded(server)
         coded = state(server)["host"]
+        if kind.num_ranks > 1:
+            check_agreed(server.log(), kind.num_ranks)
     assert coded["remote_coded_pages"] > 0
     assert codecs_on_disk(tmp_path / "one" / "disk") == {"lossless"}
     with kind.server("one") as server:  # after a kill -9
@@ -220,7 +239,9 @@ def ask_exact(server: Server, prompt: list[int]) -> dict[str, Any]:
 
 
 @pytest.mark.sampled("eagle")
-@pytest.mark.parametrize("name", ["eagle", "standalone", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "name", ["eagle", "standalone", "deepseek_v3", "eagle" + BY_TWO, "deepseek_v3" + BY_TWO]
+)
 def test_prompts_that_are_cut_are_computed_anew_behind_each_new_cut(
     name: str, tmp_path: Path
 ) -> None:
@@ -232,3 +253,5 @@ def test_prompts_that_are_cut_are_computed_anew_behind_each_new_cut(
     short = ["--context-length", str(CONTEXT), "--hier-kv-truncation", "overflow"]
     with kind.server("one", *short) as server:
         check_new_cuts(server, PAGE, lambda again, answer: check_same([again], [answer]))
+        if kind.num_ranks > 1:
+            check_agreed(server.log(), kind.num_ranks)

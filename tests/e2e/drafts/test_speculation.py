@@ -33,6 +33,8 @@ from tests.e2e.hier_server import (
     ROUNDING,
     ask,
     by_tier,
+    clear_tiers,
+    connected,
     real_prompts,
     settled,
     state,
@@ -56,6 +58,8 @@ ANSWER = 24
 LOST = (1, 2)
 # Of the KV cache, of the draft's, too.
 FP8 = ["--kv-cache-dtype", "fp8_e4m3"]
+# Of ranks: with it each codes its share of a page, the draft's, too, into one store.
+CODED = ["--hier-kv-codec", "disk=lossless,remote=lossless"]
 # In float32, so that only another token can make another value.
 EXACT = ["--dtype", "float32", "--hier-kv-rope", "delta"]
 
@@ -185,12 +189,18 @@ def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
 def test_ranks_that_guess_agree_on_what_is_restored(
     algorithm: str, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Two tensor parallel ranks, their stores late; SGLang's consensus checker ends the server."""
+    """Two tensor parallel ranks, their stores late; SGLang's consensus checker ends the server.
+
+    From DRAM, and from a store that has each rank's share of a page coded, the draft's layers, too.
+    """
     args, off, chats = [*args_of(algorithm, drafts), *WAYS["tp"]], 0.0, ((436, 577), 20)
+    (tmp_path / "store").mkdir()
+    args += [*CODED, "--hier-kv-remote-url", f"file://{tmp_path}/store?size=1GB"]
     if algorithm == "ngram":
         args, off = [*args, "--dtype", "float32"], 2e-3
     env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
     with server_of(tmp_path, args, env=env) as server:
+        connected(server)
         turns(server, *chats)
         settled(server)
         flush_device(server)
@@ -199,18 +209,24 @@ def test_ranks_that_guess_agree_on_what_is_restored(
         hits = turns(server, *chats)
         flush_device(server)
         restored = turns(server, *chats)
-        stored, log = state(server), server.log()
+        stored = state(server)
+        clear_tiers(server)
+        decoded = turns(server, *chats)
+        sent, log = state(server), server.log()
     assert log.count("Rank consensus checker is enabled") == 2
     assert "Found rank divergence" not in log
     reused = [by_tier(answer)["device"] for answer in hits]
     assert min(reused) >= 384
-    assert [by_tier(answer)["host"] for answer in restored][::2] == reused[::2]
-    assert_same(restored, hits, off)
+    for found, tier in ((restored, "host"), (decoded, "remote")):
+        assert [by_tier(answer)[tier] for answer in found][::2] == reused[::2]
+        assert_same(found, hits, off)
+    assert all(rank["host"]["remote_coded_pages"] > 0 for rank in sent["tp_ranks"])
     if algorithm == "eagle":
         # The prompt whose pairs are whole pages has its last one computed, and then replaced.
         counts = [rank["host"].get("restored_pages", 0) for rank in stored["tp_ranks"]]
         assert counts[0] == counts[1] > 0
-        assert [guesses(answer) for answer in restored] == [guesses(answer) for answer in hits]
+        for found in (restored, decoded):
+            assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
         assert share(hits) > 0.5
 
 

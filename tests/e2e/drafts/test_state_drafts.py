@@ -3,7 +3,8 @@
 A page holds the draft layer's K and V behind those of the model's full layers, and the states
 beside them are those behind tokens that were verified. What is restored is compared with a device
 hit bit for bit, as is how many guesses are right, and with what transformers computes for the same
-tokens; without the draft layer's rows fewer guesses are right.
+tokens; without the draft layer's rows fewer guesses are right, and with those of a shared store as
+many again.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tests.e2e.drafts.test_speculation import (
     records,
     share,
 )
-from tests.e2e.hier_server import GIB, by_tier, real_prompts, settled
+from tests.e2e.hier_server import GIB, by_tier, clear_tiers, connected, real_prompts, settled
 from tests.e2e.models.hybrid_answers import Computed, answers, drop_device
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -49,8 +50,10 @@ BASE += ["--hier-kv-write-policy", "write_through"]
 
 
 def server_of(folder: Path) -> Server:
+    """One with the disk that the one before it left, and a store that several have."""
     host_gib = 300.5 * (PAGE_BYTES + HEADER_BYTES) / GIB
     tiers = ["--hier-kv-host-size", f"{host_gib:.9f}", "--hier-kv-disk-dir", str(folder / "disk")]
+    tiers += ["--hier-kv-remote-url", f"file://{folder / 'store'}?size=1GB"]
     return Server(
         [*BASE, *tiers],
         model=folder / "model",
@@ -105,7 +108,9 @@ def device_hits(server: Server) -> tuple[list[list[int]], list[Any], list[Any]]:
 
 def test_what_is_restored_answers_and_guesses_as_a_device_hit(tmp_path: Path) -> None:
     write_state_nextn_model(tmp_path / "model")
+    (tmp_path / "store").mkdir()
     with server_of(tmp_path) as server:
+        connected(server)
         second, hits, more_hits = device_hits(server)
         drop_device(server)
         found = answers(server, second, ANSWER)
@@ -132,7 +137,14 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(tmp_path: Path) ->
         settled(server)
     lose_draft_rows(tmp_path / "disk", [prompt[:-MORE] for prompt in second])
     with server_of(tmp_path) as server:
+        connected(server)
         without = answers(server, second, ANSWER)
+        clear_tiers(server)
+        found = answers(server, second, ANSWER)  # what the first server put into the store
+        check_tier(found, "remote", PLACES[1])
+        check_same(found, more_hits)
+        counted = settled(server)["host"]
+        assert counted.get("load_failures", 0) == counted.get("remote_failed_pages", 0) == 0
     check_tier(without, "disk", PLACES[1])
     assert [answer["output_ids"] for answer in without] == [hit["output_ids"] for hit in more_hits]
     assert share(without) < share(more_hits) - 0.1

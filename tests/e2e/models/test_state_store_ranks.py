@@ -19,10 +19,9 @@ import pytest
 from sglang_ext.device.states.snapshots import part_hashes
 from testkit.hybrids.state_model import STATE_MODELS, write_state_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
-from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from tests.e2e.hier_server import GIB, ask, connected, real_prompts, settled, state
+from tests.e2e.hier_server import GIB, ask, clear_tiers, connected, real_prompts, settled, state
 from tests.e2e.models.hybrid_answers import NUM_TOKENS, answers, cached, check_hits, values
 from tests.e2e.remote.test_remote_latent_ranks import page_hashes
 
@@ -103,13 +102,6 @@ HARMS = [
 ]
 
 
-def drop_all(server: Server) -> None:
-    """Leaves nothing but what is in the store, with all in it that was saved."""
-    settled(server)
-    server.post("/hicache/storage-backend/clear")
-    flush_device(server)
-
-
 def counts(server: Server, part: str, name: str) -> list[int]:
     """A counter of both ranks."""
     return [rank[part].get(name, 0) for rank in state(server)["tp_ranks"]]
@@ -151,7 +143,7 @@ def check_harmed(
     """The prompt goes on from the nearer state; what is computed behind it mends the store."""
     (far,) = cached([repeat])
     assert far > NEAR + PAGE
-    drop_all(server)
+    clear_tiers(server)
     end = far if harm.of_state else NEAR + 2 * PAGE
     page_hash = page_hashes(prompt)[end // PAGE - 1 :][:1]
     harm.do(of_rank(folder / "shared", harm.space, page_hash, of_state=harm.of_state))
@@ -164,7 +156,7 @@ def check_harmed(
     assert sorted(more) == [0, bool(harm.counted)]
     more = np.subtract(counts(server, "host", "remote_lookups_nearer"), asked).tolist()
     assert not harm.counted or all(more), more
-    drop_all(server)
+    clear_tiers(server)
     again = ask(server, prompt, NUM_TOKENS)
     assert cached([again]) == [far]
     assert values([again]) == values([repeat])

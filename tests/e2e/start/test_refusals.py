@@ -84,6 +84,7 @@ LATENT: dict[str, Any] = {
     "v_head_dim": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1,
     "moe_intermediate_size": 64, "n_group": 1, "topk_group": 1, "num_nextn_predict_layers": 1,
 }  # fmt: skip
+STANDALONE = ["--speculative-algorithm", "STANDALONE", *DRAFTS, "--speculative-draft-model-path"]
 OTHER_ROWS = {
     "another kind": (
         "latent",
@@ -94,6 +95,16 @@ OTHER_ROWS = {
         "half",
         ["--dtype", "auto", *EAGLE],
         ["(K and V of every head in torch.float16)", "in torch.bfloat16; choose another draft"],
+    ),
+    "states of its own": (
+        str(TINYLM),
+        [*STANDALONE, "@/states-granite"],
+        ["(K and V of every head), got one of layers with a state a sequence;"],
+    ),
+    "beside states none of its own": (
+        "states-qwen3-next",
+        EAGLE,
+        ["its own draft layer (Qwen3NextForCausalLMMTP)", "got a draft of LlamaForCausalLM;"],
     ),
 }
 SENTENCE_CHARS = 400

@@ -21,11 +21,13 @@ def check(
     kind: str = "mha",
     config: dict[str, Any] | None = None,
     architecture: str = "",
+    draft: str = "",
     **more: Any,
 ) -> None:
     values = {"speculative_algorithm": algorithm, **CHAINS, **more}
     settings = replace(HierKVConfig(), **(config or {}))
-    check_resolved(Resolved(values, values, {}, kind, architecture=architecture), settings)
+    resolved = Resolved(values, values, {}, kind, architecture=architecture, draft=draft)
+    check_resolved(resolved, settings)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
@@ -54,6 +56,7 @@ STATES: dict[str, Any] = {"kind": "state", "architecture": "Qwen3NextForCausalLM
 
 def test_the_draft_layer_of_a_model_with_states_is_served() -> None:
     check("EAGLE", **STATES, speculative_accept_threshold_single=1.0, kv_cache_dtype="auto")
+    check("EAGLE", **STATES, draft="Qwen3NextForCausalLMMTP")
 
 
 @pytest.mark.parametrize("architecture", WINDOW_TARGETS)
@@ -151,6 +154,12 @@ REFUSED = [
         "--speculative-num-draft-tokens of at most 32 with",
         "33",
     ),
+    (
+        "EAGLE",
+        {**STATES, "draft": "LlamaForCausalLMEagle"},
+        "its own draft layer (Qwen3NextForCausalLMMTP) with",
+        "a draft of LlamaForCausalLMEagle",
+    ),
     ("EAGLE", {**STATES, "tp_size": 2}, "--tp-size 1 with", "2"),
     ("EAGLE", {**STATES, "kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto with", "fp8_e4m3"),
     ("EAGLE", {**STATES, "attn_dp_size": 2, "tp_size": 2}, "no data parallel attention", "it"),
@@ -239,6 +248,11 @@ MHA, MLA = "K and V of every head", "latent rows"
         (MLA, f"{MHA} in torch.bfloat16", f"one of {MHA};"),
         (f"{MLA} with an index", MLA, f"one of {MLA};"),
         (f"{MHA} in torch.bfloat16", "window layers with a pool of their own", "one of window"),
+        (
+            f"{MHA} in torch.bfloat16",
+            "layers with a state a sequence",
+            "one of layers with a state",
+        ),
     ],
 )
 def test_a_draft_with_other_rows_than_its_target_is_refused(
