@@ -6,6 +6,7 @@ loading weights. The tiers check again when they open.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import tempfile
@@ -103,7 +104,11 @@ def room_problem(config: HierKVConfig) -> str:
 def room_bytes(folder: Path) -> int:
     """Bytes that a disk tier may have in a folder: what is free there, and its own segments."""
     status = os.statvfs(folder)
-    held = sum(path.stat().st_size for path in folder.rglob("seg-*") if path.is_file())
+    held = 0
+    for path in folder.rglob("seg-*"):
+        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+            found = path.lstat()  # what a link leads to takes no room here
+            held += found.st_size if stat.S_ISREG(found.st_mode) else 0
     return status.f_bavail * status.f_frsize + held
 
 

@@ -109,6 +109,12 @@ THREADS: Final = (
         "`file://`",
     ),
     PluginThread(
+        ("hier-kv-remote-name",),
+        "tiers/remote/engines/name_lookup.py",
+        "the system's resolver; one a connection, at most 16, each given up at its deadline",
+        "Redis",
+    ),
+    PluginThread(
         ("hier-kv-profile",),
         "codec/page_codec.py",
         "arithmetic: learns a profile once, and ends",

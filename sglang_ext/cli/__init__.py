@@ -11,11 +11,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from sglang_ext import __version__
 from sglang_ext.cli.doctor import add_parser as add_doctor
 from sglang_ext.cli.examples import describe
 from sglang_ext.cli.prebuild import add_parser as add_prebuild
+from sglang_ext.cli.printing import complain, printable, say, say_json, tell
 from sglang_ext.cli.server_stats import UNITS_SAID
 from sglang_ext.cli.size import add_parser as add_size
 from sglang_ext.cli.steer import add_command as add_steer
@@ -60,11 +62,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         said, status = str(error), WRONG_USE
     except (ValueError, ImportError) as error:
         said = str(error)
-    print(f"hier-kv: {said}", file=sys.stderr)  # noqa: T201
+    complain(said)
     return status
 
 
-class _CommandParser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
+    """Repeats arguments, which may be names of files that others made, as `printing` does."""
+
+    def _print_message(self, message: str, file: Any = None) -> None:
+        super()._print_message("\n".join(map(printable, message.split("\n"))), file)
+
+
+class _CommandParser(_Parser):
     """Refuses what its command does not know itself, and so with that command's usage."""
 
     def parse_known_args(  # type: ignore[override]
@@ -78,9 +87,7 @@ class _CommandParser(argparse.ArgumentParser):
 
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser of all commands."""
-    parser = argparse.ArgumentParser(
-        prog="hier-kv", description="Tools of the hierarchical KV cache for SGLang."
-    )
+    parser = _Parser(prog="hier-kv", description="Tools of the hierarchical KV cache for SGLang.")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, parser_class=_CommandParser)
     _add_calibrate(commands.add_parser("calibrate", help="measure a model's codec profile"))
@@ -147,7 +154,10 @@ def _keygen(chosen: argparse.Namespace) -> int:
         raise ValueError(
             f"{chosen.file!r}: File exists, and is left as it is; name another file"
         ) from error
-    print(json.dumps({"key_file": chosen.file}) if chosen.json else chosen.file)  # noqa: T201
+    if chosen.json:
+        say_json({"key_file": chosen.file}, indent=None)
+    else:
+        say(chosen.file)
     return 0
 
 
@@ -201,10 +211,10 @@ def _stats(chosen: argparse.Namespace) -> int:
 
     states = fetch(chosen.url, chosen.api_key)
     if chosen.json:
-        print(json.dumps(states, indent=1))  # noqa: T201
+        say_json(states)
     else:
         for state in states:
-            print("\n".join(lines_of(state)))  # noqa: T201
+            say(*lines_of(state))
     return 0
 
 
@@ -231,7 +241,7 @@ def _top(chosen: argparse.Namespace) -> int:
                 for at, state in enumerate(states):
                     lines += lines_of(state, before[at] if same else None, now_s - looked_s)
             clear = "\x1b[H\x1b[J" if sys.stdout.isatty() and not chosen.json else ""
-            print(clear + "\n".join(lines), flush=True)  # noqa: T201
+            say(*lines, ahead=clear)
             before, looked_s, num_looks = states, now_s, num_looks + 1
     return 0
 
@@ -272,7 +282,10 @@ def _calibrate(chosen: argparse.Namespace) -> int:
     make_folder(target.parent)
     profile.save(target)
     seconds = time.monotonic() - begin
-    print(json.dumps({"profile": str(target), "seconds": seconds}) if chosen.json else target)  # noqa: T201
+    if chosen.json:
+        say_json({"profile": str(target), "seconds": seconds}, indent=None)
+    else:
+        say(str(target))
     return 0
 
 
@@ -290,4 +303,4 @@ def _check_device(name: str) -> None:
 
 
 def _tell(seconds: float, line: str) -> None:
-    print(f"{seconds:7.1f} s  {line}", file=sys.stderr, flush=True)  # noqa: T201
+    tell(f"{seconds:7.1f} s  {line}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict, fields
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.cli.printing import say, say_json
 from sglang_ext.cli.usage import UsageError
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
@@ -59,12 +59,13 @@ def _doctor(chosen: argparse.Namespace) -> int:
 
     checks = [check_sglang(Path(chosen.contract))] if chosen.contract else _look(chosen)
     if chosen.json:
-        print(json.dumps([asdict(check) for check in checks], indent=1))  # noqa: T201
+        say_json([asdict(check) for check in checks])
     else:
         for check in checks:
-            print("\n    ".join([f"{check.name}: {check.state}. {check.text}", *check.details]))  # noqa: T201
+            details = (f"    {line}" for line in check.details)
+            say(f"{check.name}: {check.state}. {check.text}", *details)
         if not chosen.contract:
-            print("\n".join(["next:", *(f"  {line}" for line in next_steps(chosen, checks))]))  # noqa: T201
+            say("next:", *(f"  {line}" for line in next_steps(chosen, checks)))
     return int(any(check.state == "refused" for check in checks))
 
 

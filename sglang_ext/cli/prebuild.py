@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import asdict
 from importlib import import_module
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.cli.printing import say, say_json
 from sglang_ext.cli.usage import UsageError, of_the_command_line
 from sglang_ext.codec.base import DTYPES, kv_dtype
 
@@ -50,10 +50,10 @@ def _prebuild(chosen: argparse.Namespace) -> int:
         built.append(one)
         if not chosen.json:
             what = f"{one.part}: {one.num_compiled} loops compiled"
-            print(f"{one.seconds:7.1f} s  {what}", flush=True)  # noqa: T201
+            say(f"{one.seconds:7.1f} s  {what}")
     if chosen.json:
         kept = {"folder": check_kept(), "parts": [asdict(one) for one in built]}
-        print(json.dumps(kept, indent=1))  # noqa: T201
+        say_json(kept)
     else:
-        print(f"kept in {check_kept()}")  # noqa: T201
+        say(f"kept in {check_kept()}")
     return 0

@@ -7,6 +7,7 @@ import time
 from types import TracebackType
 from typing import Self
 
+from sglang_ext.cli.printing import printable
 from sglang_ext.cli.server_stats import amount
 
 _WIDTH = 30
@@ -113,13 +114,13 @@ class _Stream:
     def show(self, share: float, text: str) -> None:
         if self.is_terminal:
             bar = "#" * round(share * _WIDTH)
-            text = f"\r[{bar:{_WIDTH}}] {text}\x1b[K"
+            text = f"\r[{bar:{_WIDTH}}] {printable(text)}\x1b[K"
         self._write(text, end="" if self.is_terminal else "\n")
 
     def say(self, text: str) -> None:
         """A line that stays."""
         self.take_away()
-        self._write(text, end="\n")
+        self._write(printable(text), end="\n")
 
     def take_away(self) -> None:
         """Removes the bar; lines stay."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.cli.printing import say, say_json
 from sglang_ext.cli.progress import Sizes
 from sglang_ext.cli.usage import UsageError, of_the_command_line
 from sglang_ext.settings.config import PREFETCH_POLICIES, HierKVConfig
@@ -127,9 +127,9 @@ def _size(chosen: argparse.Namespace) -> int:
             "sizes": [asdict(one) for one in found],
             "choice": asdict(best.size),
         }
-        print(json.dumps(shown, indent=1))  # noqa: T201
+        say_json(shown)
         return 0
-    print("\n".join(_table(model, traffic, found, best)))  # noqa: T201
+    say(*_table(model, traffic, found, best))
     return 0
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.cli.printing import say, say_json
 from sglang_ext.cli.usage import UsageError
 from sglang_ext.hints.steering_request import contradiction
 
@@ -90,7 +91,10 @@ def _steer(chosen: argparse.Namespace) -> int:
         raise ServerStatsError(f"{address} gives no answer ({said}); is the server up?") from error
     except (KeyError, TypeError, AttributeError) as error:
         raise ServerStatsError(f"{address} answers as no server with --enable-hier-kv") from error
-    print(json.dumps(answer) if chosen.json else "\n".join(lines))  # noqa: T201
+    if chosen.json:
+        say_json(answer, indent=None)
+    else:
+        say(*lines)
     return 0
 
 

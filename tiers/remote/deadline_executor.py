@@ -57,9 +57,17 @@ class CancellableTask(Generic[T]):
 class DeadlineExecutor:
     """Threads that may hang, of which there are never more than a bound. Thread-safe."""
 
-    def __init__(self, max_threads: int, name: str) -> None:
+    def __init__(self, max_threads: int, name: str, *, waits: bool = False) -> None:
+        """Starts nothing yet.
+
+        Args:
+            max_threads: the bound.
+            name: of the threads.
+            waits: whether a call waits for a thread while all are taken, up to its deadline.
+        """
         self._free = threading.BoundedSemaphore(max_threads)
         self._name = name
+        self._waits = waits
 
     def run(
         self,
@@ -80,7 +88,9 @@ class DeadlineExecutor:
             RemoteUnavailableError: too many threads hang already, or none can be started.
             Exception: what the work raised.
         """
-        if not self._free.acquire(blocking=False):
+        if not self._free.acquire(timeout=deadline.left_s() if self._waits else 0.0):
+            if self._waits:
+                raise RemoteTimeoutError("earlier calls took all of the call's time")
             raise RemoteUnavailableError("earlier calls hang in the operating system")
         errand: CancellableTask[T] = CancellableTask()
         try:

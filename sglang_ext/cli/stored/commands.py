@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.cli.printing import complain, say, say_json, tell
 from sglang_ext.cli.server_stats import UNITS_SAID
 from sglang_ext.cli.usage import FAILED, WRONG_USE, UsageError
 
@@ -140,13 +139,10 @@ def _seals(chosen: argparse.Namespace) -> RecordSeals:
 def _print(
     chosen: argparse.Namespace, facts: dict[str, Any], lines_of: Callable[[Any], list[str]]
 ) -> None:
-    lines = [json.dumps(facts, indent=1)] if chosen.json else map(_printable, lines_of(facts))
-    print("\n".join(lines))  # noqa: T201
-
-
-def _printable(text: str) -> str:
-    """Without what a terminal obeys: some of it was written by whoever writes to the store."""
-    return "".join(each if each.isprintable() else "?" for each in text)
+    if chosen.json:
+        say_json(facts)
+    else:
+        say(*lines_of(facts))
 
 
 def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -164,16 +160,17 @@ def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
         except PermissionError as error:
             path = error.filename or chosen.place
             text = f"{path} must be this user's to read, and is not; run it as the server's user"
-            print(f"hier-kv: {_printable(text)}", file=sys.stderr)  # noqa: T201
+            complain(text)
             return FAILED
         except (TierError, ValueError, OSError) as error:
             text = str(error)
             for flag, name in _FLAGS.items():
                 text = text.replace(flag, name)
-            print(f"hier-kv: {_printable(text)}", file=sys.stderr)  # noqa: T201
+            complain(text)
             return WRONG_USE if isinstance(error, UsageError) else FAILED
         except KeyboardInterrupt:
-            print("\nhier-kv: interrupted", file=sys.stderr)  # noqa: T201
+            tell("")
+            complain("interrupted")
             return 130
 
     return run

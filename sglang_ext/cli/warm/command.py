@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -12,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sglang_ext.cli.examples import describe
+from sglang_ext.cli.printing import say, say_json
 from sglang_ext.cli.progress import Progress
 from sglang_ext.cli.server_stats import number_of
 from sglang_ext.cli.steer import add_admin_key, admin_key_of
@@ -74,7 +74,10 @@ def _warm(chosen: argparse.Namespace) -> int:
     progress.end()
     summary.seconds = time.monotonic() - begin_s
     _look_back(server, before, summary, has_pins=chosen.pin_s is not None)
-    print(json.dumps(summary.facts(), indent=1) if chosen.json else "\n".join(summary.lines()))  # noqa: T201
+    if chosen.json:
+        say_json(summary.facts())
+    else:
+        say(*summary.lines())
     return summary.status
 
 

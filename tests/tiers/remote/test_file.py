@@ -35,6 +35,7 @@ from tests.tiers.remote.remote_cases import (
     MISSING,
     NAMESPACE,
     OK,
+    OTHER_NAMESPACE,
     PAGE_BYTES,
     REJECTED,
     TIMEOUT,
@@ -547,30 +548,83 @@ def test_what_others_put_in_a_values_place_is_a_miss_alone(open_: Open, tmp_path
     assert store.put(items) == [KEPT] * 5
 
 
-def test_what_others_put_in_a_folders_place_stops_no_other_page(
+def _make_shut_folder(path: Path) -> None:
+    path.mkdir(0o000)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda path: path.symlink_to("/"), Path.touch, os.mkfifo, _make_shut_folder],
+    ids=["link", "file", "pipe", "shut"],
+)
+@pytest.mark.parametrize("up", [1, 2, 3])
+def test_what_others_put_in_a_folders_place_is_a_miss_alone(
+    open_: Open,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    make: Callable[[Path], None],
+    up: int,
+) -> None:
+    """Else whoever may write there could have the store taken for one that fails."""
+    blocked, other = make_item(1), make_item(2, namespace=OTHER_NAMESPACE)
+    with _bound_by_permissions():
+        store = open_()
+        assert store.put([blocked]) == [OK]
+        [value] = _values(tmp_path)
+        place = value.parents[up - 1]
+        place.rename(tmp_path / "away")
+        make(place)
+        for number in range(5):
+            more = make_item(10 + number, namespace=OTHER_NAMESPACE)
+            assert store.put([blocked, more]) == [UNAVAILABLE, OK]
+            assert store.put([blocked]) == [UNAVAILABLE]
+            assert read(store, [blocked]) == [MISSING]
+            assert store.exists([blocked.key]) == [MISSING]
+            assert store.delete([blocked.key]) == 0
+        assert store.usable
+        assert store.put([other]) == [OK]
+    said = [record.message for record in caplog.records if "in the way" in record.message]
+    assert len(said) == 1
+    assert f"{place} " in said[0]
+    if make is _make_shut_folder:
+        place.chmod(0o700)
+
+
+def test_a_folder_in_a_values_place_can_be_deleted_as_little_as_stored(
     open_: Open, tmp_path: Path
 ) -> None:
-    store = open_("size=1GB&free=1&ttl=1h")
-    items = make_items(range(6))
-    assert store.put(items[:2]) == [OK] * 2
-    [known, expired] = [
-        path
-        for item in items[:2]
-        for path in _values(tmp_path)
-        if item.key.page_hash.hex() in path.name
-    ]
-    expired.unlink()
-    expired.mkdir()
-    os.utime(expired, (1.0, 1.0))
-    namespace = known.parents[2]
-    (namespace / items[2].key.page_hash.hex()[:2]).write_bytes(b"a file")
-    (namespace / items[3].key.page_hash.hex()[:2]).symlink_to(known.parent)
-    assert store.put(items) == [KEPT] * 4 + [OK] * 2
+    """A folder in the place of a record's later part: its first is not stored without it."""
+    store = open_()
+    whole, items = make_item(1, LONG_BYTES), make_items(range(2, 4))
+    assert store.put([whole, *items]) == [OK] * 3
+    for path in _values(tmp_path):
+        if whole.key.page_hash.hex() in path.name:
+            path.unlink()
+            if "+" in path.name:
+                path.mkdir()
+    [path] = [path for path in _values(tmp_path) if items[0].key.page_hash.hex() in path.name]
+    path.unlink()
+    path.mkdir()
+    more = make_item(9)
     for _ in range(5):
-        assert store.put(items) == [KEPT] * 6
-        assert read(store, items) == [OK] + [MISSING] * 3 + [OK] * 2
+        assert store.put([whole, more])[0] is UNAVAILABLE
+        assert store.delete([items[0].key]) == 0
+        assert read(store, [whole, *items, more]) == [MISSING, MISSING, OK, OK]
     assert store.usable
-    assert store.stats().get("breaker_opened", 0) == 0
+
+
+def test_a_folder_in_the_locks_place_keeps_nobody_from_looking(open_: Open, tmp_path: Path) -> None:
+    store = open_()
+    store.put([make_item(0)])
+    reclaimer = _reclaimer(store)
+    assert _scans(reclaimer)
+    (top,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    (top / LOCK_NAME / "more").mkdir(parents=True)
+    with reclaimer._changed:
+        num_whole = reclaimer.num_scans - reclaimer.num_passed_over
+    assert _scans(reclaimer)
+    with reclaimer._changed:
+        assert reclaimer.num_scans - reclaimer.num_passed_over > num_whole
 
 
 def _make_socket(path: Path) -> None:

@@ -292,6 +292,20 @@ def test_room_for_not_one_segment_is_told(tmp_path: Path) -> None:
     assert room_problem(replace(config, disk_size=0.01)) == ""
 
 
+def test_what_a_link_in_the_disk_folder_leads_to_is_no_room(tmp_path: Path) -> None:
+    """Nor is a pipe, or what was removed while it was looked at."""
+    folder = tmp_path / "kv"
+    (folder / "names").mkdir(parents=True)
+    away = tmp_path / "seg-away"
+    with away.open("wb") as file:
+        file.truncate(1 << 42)
+    before = room_bytes(folder)
+    (folder / "names" / "seg-00000001.hkv").symlink_to(away)
+    (folder / "seg-00000002.hkv").symlink_to(folder / "absent")
+    os.mkfifo(folder / "seg-00000003.hkv")
+    assert abs(room_bytes(folder) - before) < 1 << 40
+
+
 def test_speeds_are_measured_where_asked_for(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

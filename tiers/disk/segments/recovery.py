@@ -4,7 +4,8 @@ A sealed segment costs one read of its end. One that was never sealed (its proce
 read record by record, every checksum verified, up to the first place that holds none: everything
 acknowledged lies before it, because records are written and acknowledged in order. One whose free
 places were being filled (its length says so), or whose footer is damaged, is read in the same way
-to its end. All are then sealed.
+to its end; so is one that is full to its preallocated end, which is as long as one that was never
+sealed, but not zeros there. All are then sealed.
 
 Where records are packed, the length in one record's header leads to the next, and behind damage
 the search goes on block by block. Holes of a sparse file are passed over unread, however long.
@@ -191,8 +192,14 @@ def _read_or_scan(
             return _nothing(SegmentState.STALE_LAYOUT, file_bytes), None
         if header.protected is not is_protected:
             return _nothing(SegmentState.LOCKED, file_bytes), None
-    # Only a segment that was never sealed still has the size it was preallocated at.
-    never_sealed = header is not None and file_bytes == header.file_bytes and trailer is None
+    # A segment that was never sealed still has the size it was preallocated at, and zeros at its
+    # end. One of that size without zeros there was sealed, exactly full, and its footer is damaged.
+    never_sealed = (
+        header is not None
+        and file_bytes == header.file_bytes
+        and trailer is None
+        and not any(read_small(io, path, file_bytes - BLOCK_BYTES, BLOCK_BYTES))
+    )
     was_reopened = (
         header is not None and file_bytes == reopened_file_bytes(header) and trailer is None
     )

@@ -9,12 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import itertools
+import logging
 import os
 import secrets
 import stat
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, TypeVar
@@ -42,8 +43,10 @@ from sglang_ext.tiers.remote.engines.file_marks import FileMarks, renew
 from sglang_ext.tiers.remote.engines.file_reclaim import FolderReclaimer
 from sglang_ext.tiers.remote.engines.value_folders import (
     NOTHING_THERE,
+    STRANGE_ERRORS,
     TEMP_PREFIX,
     VALUE_FLAGS,
+    InTheWayError,
     ValueFolders,
     read_at,
 )
@@ -58,6 +61,8 @@ from sglang_ext.tiers.remote.url_options import (
     size,
 )
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
 
 _MAX_THREADS = 16
@@ -66,12 +71,9 @@ _RENEW_AFTER_S = 600.0
 _FREE_CHECK_S = 1.0
 _MAX_REMOVALS = 3  # of a folder under a put
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-# Errors of things in a value's place that are no value: a symbolic link, a file that this user may
-# not read, a socket. They count as a missing value and not as a failure of the folder.
-_NO_VALUE_ERRORS = (errno.ELOOP, errno.EACCES, errno.EPERM, errno.ENXIO)
-# Errors of things that are in the way of a value: a file or a link in the place of one of its
-# folders, a folder in its own. Its name counts as taken, and the folder has not failed.
-_TAKEN_ERRORS = (errno.ENOTDIR, errno.ELOOP, errno.EISDIR)
+# Errors of things in a value's place that are no value: a symbolic link, a folder, a file that this
+# user may not read, a socket. They count as a missing value and not as a failure of the folder.
+_NO_VALUE_ERRORS = (*STRANGE_ERRORS, errno.ENXIO)
 _NO_LINK_ERRORS = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
@@ -174,6 +176,24 @@ class _Got(NamedTuple):
     data: ByteArray
 
 
+class _InTheWay:
+    """Says what lies in the way of values; once, as there may be any number of such things."""
+
+    def __init__(self) -> None:
+        self._is_told = False
+
+    def tell(self, error: InTheWayError) -> None:
+        """Something does."""
+        if not self._is_told:
+            self._is_told = True
+            logger.warning(
+                "hier-kv: %s is in the way of values (%s), which are not stored; remove it or give "
+                "it to the servers' user, and others like it, of which nothing is said",
+                shown(error.filename),
+                error.strerror,
+            )
+
+
 class FileEngine(RemoteEngine):
     """Keeps values in a shared folder. Once begun, one thread removes what is old or too much."""
 
@@ -193,6 +213,7 @@ class FileEngine(RemoteEngine):
         self._writer_id = f"{os.getpid()}-{secrets.token_hex(4)}"
         self._numbers = itertools.count()
         self._device = os.stat(self._root).st_dev
+        self._in_the_way = _InTheWay()
         self._free_lock = threading.Lock()
         self._free_checked_s = 0.0  # guarded by _free_lock
         self._is_low = False  # guarded by _free_lock
@@ -238,13 +259,22 @@ class FileEngine(RemoteEngine):
         self._run(work, take, deadline)
 
     def put(self, values: Sequence[Value], on_stored: OnStored, deadline: Deadline) -> None:
-        """See `RemoteEngine.put`."""
+        """See `RemoteEngine.put`. What cannot be stored for what lies there is not reported."""
 
         def work(errand: CancellableTask[tuple[int, bool]]) -> None:
             self._check_mount()
             self._check_room()
+            unwritten = set[str]()  # a record's first value is no use without its parts before it
             for index, value in enumerate(values):
-                written = self._write(value, errand)
+                whole = value.name.partition("/")[0]
+                if whole in unwritten:
+                    continue
+                try:
+                    written = self._write(value, errand)
+                except InTheWayError as error:
+                    unwritten.add(whole)
+                    self._in_the_way.tell(error)
+                    continue
                 if written:
                     self.reclaimer.note_written(value.num_bytes, value.tenant)
                 errand.emit((index, written))
@@ -257,7 +287,7 @@ class FileEngine(RemoteEngine):
 
         def work(errand: CancellableTask[bool]) -> None:
             for name in names:
-                with _suppress_absence(), self._folders.folder_of(name) as (folder, file):
+                with _absence_suppressed(), self._folders.folder_of(name) as (folder, file):
                     status = _status(folder, file)
                     errand.emit(status is not None and not self._is_expired(status))
                     continue
@@ -272,10 +302,7 @@ class FileEngine(RemoteEngine):
         def work(errand: CancellableTask[None]) -> None:
             for name in names:
                 errand.check()
-                with (
-                    contextlib.suppress(*NOTHING_THERE, PermissionError),
-                    self._folders.folder_of(name) as (folder, file),
-                ):
+                with _absence_suppressed(), self._folders.folder_of(name) as (folder, file):
                     status = os.stat(file, dir_fd=folder, follow_symlinks=False)
                     renew(file, status, folder)
 
@@ -288,7 +315,7 @@ class FileEngine(RemoteEngine):
         def work(errand: CancellableTask[None]) -> None:
             for name in names:
                 errand.check()
-                with _suppress_absence(), self._folders.folder_of(name) as (folder, file):
+                with _absence_suppressed(), self._folders.folder_of(name) as (folder, file):
                     os.unlink(file, dir_fd=folder)
                     errand.emit(None)
 
@@ -349,19 +376,16 @@ class FileEngine(RemoteEngine):
 
     def _write(self, value: Value, errand: CancellableTask[tuple[int, bool]]) -> bool:
         """Writes a value under a name of its own and publishes it; whether it was published."""
-        try:
-            for _ in range(_MAX_REMOVALS):
-                with contextlib.suppress(FileNotFoundError):  # another server removed the folder
-                    return self._write_once(value, errand)
-            return self._write_once(value, errand)
-        except OSError as error:
-            if error.errno not in _TAKEN_ERRORS:
-                raise
-            with self._folders.top():  # fails where that is not there itself
-                return False
+        for _ in range(_MAX_REMOVALS):
+            with contextlib.suppress(FileNotFoundError):  # another server removed the empty folder
+                return self._write_once(value, errand)
+        return self._write_once(value, errand)
 
     def _write_once(self, value: Value, errand: CancellableTask[tuple[int, bool]]) -> bool:
-        with self._folders.folder_of(value.name, make=True) as (folder, file):
+        with (
+            self._folders.folder_of(value.name, make=True) as (folder, file),
+            _strangers_told(str(self._root / value.name)),
+        ):
             status = None if value.replaces else _status(folder, file)
             if status is not None and not self._is_expired(status):
                 return False
@@ -426,8 +450,31 @@ class FileEngine(RemoteEngine):
         return bool(ttl_s) and time.time() - status.st_mtime > ttl_s
 
 
-def _suppress_absence() -> contextlib.suppress:
-    return contextlib.suppress(*NOTHING_THERE)
+@contextlib.contextmanager
+def _absence_suppressed() -> Iterator[None]:
+    """Passes over what is not there, and over what is there and is no value."""
+    try:
+        yield
+    except NOTHING_THERE:
+        pass
+    except OSError as error:
+        if error.errno not in _NO_VALUE_ERRORS:
+            raise
+
+
+@contextlib.contextmanager
+def _strangers_told(path: str) -> Iterator[None]:
+    """Where a file cannot be written for what lies there; the folder itself may be all right.
+
+    Raises:
+        InTheWayError: in place of what the system says.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in STRANGE_ERRORS:
+            raise
+        raise InTheWayError(error.errno, error.strerror, path) from error
 
 
 def _status(folder: int, file: str) -> os.stat_result | None:

@@ -6,6 +6,8 @@ import contextlib
 import logging
 import math
 import os
+import secrets
+import stat
 import threading
 import time
 from collections import Counter
@@ -261,6 +263,11 @@ class FolderReclaimer:
             # One of the future says nothing of its age: a clock was set, or somebody set the time.
             if abs(time.time() - status.st_mtime) > _LOCK_AGE_S:
                 os.unlink(LOCK_NAME, dir_fd=top)
+        with contextlib.suppress(OSError):
+            if stat.S_ISDIR(os.stat(LOCK_NAME, dir_fd=top, follow_symlinks=False).st_mode):
+                # None of ours, and it would hold everybody off for good.
+                away = f"no-{LOCK_NAME}-{secrets.token_hex(4)}"
+                os.rename(LOCK_NAME, away, src_dir_fd=top, dst_dir_fd=top)
         try:
             fd = self._folders.make_file(top, LOCK_NAME)
         except FileExistsError:

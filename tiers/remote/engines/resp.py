@@ -26,6 +26,7 @@ from sglang_ext.tiers.remote.base import (
     RemoteTimeoutError,
     RemoteUnavailableError,
 )
+from sglang_ext.tiers.remote.engines.name_lookup import connect
 
 _BUFFER_BYTES = 64 << 10
 _SMALL_PIECE_BYTES = 4096  # copied into one system call with what is around it
@@ -209,7 +210,7 @@ class Connection:
     def _connect(self, login: Login, deadline: Deadline) -> socket.socket:
         host, port = self.address
         try:
-            plain = socket.create_connection(self.address, timeout=deadline.left_s())
+            plain = connect(host, port, deadline)
         except TimeoutError as error:
             raise RemoteTimeoutError(f"no connection to {host}:{port} in time") from error
         except (OSError, UnicodeError) as error:  # the latter of a name that no host can have

@@ -25,6 +25,8 @@ from sglang_ext.tiers.remote.base import NAME_VERSION
 TEMP_PREFIX = ".hkv-tmp-"
 VALUE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 NOTHING_THERE = (FileNotFoundError, NotADirectoryError)
+# Errors of what is none of ours: a link, a file or a folder of another kind, another user's.
+STRANGE_ERRORS = (errno.ENOTDIR, errno.ELOOP, errno.EISDIR, errno.EACCES, errno.EPERM)
 _SUFFIX = ".hkv"
 _STEPS = [re.compile(pattern) for pattern in ("[0-9a-f]{64}", "[0-9a-f]{2}", "[0-9a-f]{2}")]
 _VALUE = re.compile(
@@ -32,6 +34,10 @@ _VALUE = re.compile(
 )
 _TEMP = re.compile(r"\.hkv-tmp-[0-9]{1,10}-[0-9a-f]{8}-[0-9]{1,19}")
 _FOLDER_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+class InTheWayError(OSError):
+    """Something that is none of ours lies where a folder or a file is to be made."""
 
 
 class Found(NamedTuple):
@@ -119,6 +125,7 @@ class ValueFolders:
 
         Raises:
             OSError: FileNotFoundError or NotADirectoryError where there is none.
+            InTheWayError: one cannot be made.
         """
         value, _, part = name.partition("/")
         prefix, version, namespace, page, lora, level = value.split(":")
@@ -191,9 +198,15 @@ class ValueFolders:
 
     def _open_steps(self, steps: tuple[str, ...], *, make: bool = False) -> int:
         folder = os.open(self.root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        for step in steps:
+        for depth, step in enumerate(steps):
             try:
                 below = self._open_step(folder, step, make=make)
+            except OSError as error:
+                # Without the first there is nothing at all, and the shared folder fails.
+                if not (make and depth and error.errno in STRANGE_ERRORS):
+                    raise
+                path = self.root.joinpath(*steps[: depth + 1])
+                raise InTheWayError(error.errno, error.strerror, str(path)) from error
             finally:
                 os.close(folder)
             folder = below
