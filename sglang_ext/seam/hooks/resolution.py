@@ -100,17 +100,17 @@ def resolved(server_args: Any) -> Resolved:
 def _draft_config(server_args: Any, values: Mapping[str, Any]) -> Any:
     """SGLang's ``ModelConfig`` of a draft model with KV of its own.
 
-    None where there is none, or it is not known: what cannot be read is for SGLang to tell.
+    None where there is none, or it is not known: what cannot be read is for SGLang to tell. Where
+    no path is given SGLang loads the model itself once more.
     """
     from sglang.srt.configs.model_config import ModelConfig
 
-    path = values.get("speculative_draft_model_path")
-    if values.get("speculative_algorithm") in (None, NGRAM) or not path:
+    if values.get("speculative_algorithm") in (None, NGRAM):
         return None
     try:
         return ModelConfig.from_server_args(
             server_args,
-            model_path=path,
+            model_path=values.get("speculative_draft_model_path"),
             model_revision=values.get("speculative_draft_model_revision"),
             is_draft_model=True,
         )

@@ -106,6 +106,11 @@ OTHER_ROWS = {
         EAGLE,
         ["its own draft layer (Qwen3NextForCausalLMMTP)", "got a draft of LlamaForCausalLM;"],
     ),
+    "none named, so windows of its own": (  # SGLang loads the model itself once more
+        "oss",
+        ["--attention-backend", "triton", "--speculative-algorithm", "EAGLE3", *DRAFTS],
+        ["(K and V of every head), got one of window layers with a pool of their own;"],
+    ),
 }
 SENTENCE_CHARS = 400
 HOOKED = next(symbol for symbol in SYMBOLS if symbol.name == "Scheduler.handle_generate_request")
@@ -307,6 +312,12 @@ NO_STATES = {
     ),
 }
 
+OSS: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention"] * 4, "num_local_experts": 2,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+
 # What SGLang only asserts of them, and what the sentence says of it.
 ASSERTED_OF_STATES = {
     "an interval": (["--mamba-track-interval", "4"], "mamba_track_interval % view.page_size"),
@@ -477,6 +488,7 @@ def parsed(folder: Path) -> Parsed:
         given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL, *added]
         cases[f"drafts: {name}"] = {"argv": given, "resolve": True}
     make_model(folder / "half", torch_dtype="float16", dtype="float16")
+    make_model(folder / "oss", **OSS)
     for name, model in {"K and V": TINYLM, "latent rows": folder / "latent"}.items():
         given = ["--model-path", str(model), *DUMMY, *ON[2:], *SMALL]
         head_by_head = {"SGLANG_USE_HND_KVCACHE": "1"}
