@@ -18,6 +18,7 @@ from sglang_ext.tiers.disk.segments.layout import (
     LATEST_VERSION,
     SegmentHeader,
     SegmentTable,
+    decode_header,
     encode_footer,
     encode_header,
     record_offset,
@@ -133,6 +134,39 @@ def test_a_scan_behind_a_damaged_footer_skips_bad_records(open_tier: OpenTier) -
         assert found(pages) == {key(n): locations[n] for n in range(19) if n != 5}
         assert read_page(tier, locations[18], 18) is VerifyResult.OK
         assert read_page(tier, locations[5], 5) is not VerifyResult.OK
+        tier.close()
+
+
+def write_until_full(open_tier: OpenTier) -> tuple[list[Location], Path]:
+    """Fills a segment of slots to its last: its file is as long as before it was sealed."""
+    tier = open_tier()
+    tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+    locations = store(tier, range(20))
+    path = tier._config.path / FOLDER / f"seg-{locations[0].segment:08d}.hkv"
+    header = decode_header(path.read_bytes()[:4096])
+    assert header is not None
+    locations += store(tier, range(20, header.num_slots))
+    assert {location.segment for location in locations} == {header.segment_id}
+    tier.close()
+    assert path.stat().st_size == header.file_bytes
+    return locations, path
+
+
+@pytest.mark.parametrize("from_end", [1, 56, 128, 4096])
+def test_a_full_segment_with_a_damaged_footer_is_read_behind_holes(
+    open_tier: OpenTier, from_end: int
+) -> None:
+    """Its length does not tell that it was sealed, and nothing of it is writing's end."""
+    locations, path = write_until_full(open_tier)
+    size, last = path.stat().st_size, len(locations) - 1
+    overwrite(path, size - from_end, bytes([path.read_bytes()[size - from_end] ^ 1]))
+    overwrite(path, record_offset(5, SLOT_BYTES) + 600, b"damage")
+    for errors in ({"damaged_footer": 1}, {}):  # by the scan, then by the footer that it wrote
+        tier = open_tier()
+        pages = tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+        assert found(pages) == {key(n): at for n, at in enumerate(locations) if n != 5}
+        assert tier.stats().errors == errors
+        assert read_page(tier, locations[last], last) is VerifyResult.OK
         tier.close()
 
 
