@@ -93,7 +93,7 @@ def _steer(chosen: argparse.Namespace) -> int:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         said = getattr(reason, "strerror", None) or reason
         raise ServerStatsError(f"{address} gives no answer ({said}); is the server up?") from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ServerStatsError(f"{address} answers as no server with --enable-hier-kv") from error
     if chosen.json:
         say_json(answer, indent=None)
