@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import os
 import sys
@@ -22,11 +23,29 @@ from sglang_ext.cli.server_stats import UNITS_SAID
 from sglang_ext.cli.size import add_parser as add_size
 from sglang_ext.cli.steer import add_command as add_steer
 from sglang_ext.cli.stored.commands import add_commands as add_stored_commands
-from sglang_ext.cli.usage import FAILED, WRONG_USE, UsageError, of_the_command_line
+from sglang_ext.cli.usage import (
+    FAILED,
+    WRONG_USE,
+    UsageError,
+    key_argument,
+    of_the_command_line,
+)
 from sglang_ext.cli.warm.command import add_command as add_warm
 
 _ENV_API_KEY = "SGLANG_HIER_KV_API_KEY"
 _MAX_EVERY_S = 86400
+# By what the system says of a file that a command was given.
+_ADVICE = {
+    errno.ENOENT: "; correct the path, or make the file or folder that is not there",
+    errno.EACCES: "; run this as a user who may use it, or change its permissions",
+    errno.EPERM: "; run this as a user who may use it, or change its permissions",
+    errno.EISDIR: "; name a file, not a folder",
+    errno.ENOTDIR: "; correct the path: what stands for a folder in it is none",
+    errno.ELOOP: "; correct the path: its links lead in a circle",
+    errno.ENAMETOOLONG: "; correct the path, which is too long",
+    errno.ENOSPC: "; make room there, or name another place",
+    errno.EROFS: "; name a place that can be written to",
+}
 _UNITS_SAID = f"{UNITS_SAID} Speeds are in MB/s of 1,000,000 bytes."
 
 
@@ -57,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         said = str(error)
         if error.filename is not None and error.strerror:
-            said = f"{str(error.filename)!r}: {error.strerror}"
+            advice = _ADVICE.get(error.errno or 0, "")
+            said = f"{str(error.filename)!r}: {error.strerror}{advice}"
     except UsageError as error:
         said, status = str(error), WRONG_USE
     except (ValueError, ImportError) as error:
@@ -148,6 +168,8 @@ def _add_keygen(parser: argparse.ArgumentParser) -> None:
 def _keygen(chosen: argparse.Namespace) -> int:
     from sglang_ext.tiers.protection import write_key_file
 
+    if not chosen.file:  # a variable that is not set
+        raise UsageError("the name of a file to make is expected, got an empty text")
     try:
         write_key_file(Path(chosen.file))
     except FileExistsError as error:
@@ -199,6 +221,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--api-key",
+        type=key_argument,
         default=os.environ.get(_ENV_API_KEY, ""),
         metavar="KEY",
         help=f"SGLang's, where it was started with one; or {_ENV_API_KEY}, which ps does not show",

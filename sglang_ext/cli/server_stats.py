@@ -9,6 +9,7 @@ import http.client
 import json
 import re
 import urllib.error
+import urllib.parse
 import urllib.request
 from collections.abc import Mapping
 from typing import Any
@@ -101,7 +102,12 @@ def address_of(url: str, path: str) -> str:
     Raises:
         UsageError: the URL is none.
     """
-    if not url.startswith(("http://", "https://")):
+    try:
+        parts = urllib.parse.urlsplit(url)
+        is_one = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # no address, or no number of a port
+        is_one = False
+    if not is_one or " " in url or not url.isprintable():
         raise UsageError(f"a URL such as http://127.0.0.1:30000 is expected, got {url!r}")
     return f"{url.rstrip('/')}{path}"
 
@@ -149,7 +155,7 @@ def describe(now: State, before: State | None = None, seconds: float = 0.0) -> l
     """
     try:
         return _described(now, before, seconds)
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+    except (KeyError, TypeError, AttributeError, ValueError, ArithmeticError) as error:
         raise ServerStatsError(
             f"the server's state lacks what this release shows ({error!r}); use the hier-kv of the "
             "server's own release, or --json"

@@ -15,7 +15,7 @@ from typing import Any
 
 from sglang_ext.cli.examples import describe
 from sglang_ext.cli.printing import say, say_json
-from sglang_ext.cli.usage import UsageError
+from sglang_ext.cli.usage import UsageError, key_argument
 from sglang_ext.hints.steering_request import contradiction
 
 _ENV_ADMIN_KEY = "SGLANG_HIER_KV_ADMIN_API_KEY"
@@ -68,12 +68,16 @@ def add_command(
 def add_admin_key(parser: argparse.ArgumentParser) -> None:
     """Adds the flag of the key that SGLang's admin endpoints take."""
     help_ = f"SGLang's, where it has one; or {_ENV_ADMIN_KEY}"
-    parser.add_argument("--admin-api-key", metavar="KEY", help=help_)
+    default = os.environ.get(_ENV_ADMIN_KEY, "")
+    parser.add_argument(
+        "--admin-api-key", type=key_argument, default=default, metavar="KEY", help=help_
+    )
 
 
 def admin_key_of(chosen: argparse.Namespace) -> str:
     """The key for an admin endpoint: SGLang takes its API key there where it has no other."""
-    return chosen.admin_api_key or os.environ.get(_ENV_ADMIN_KEY) or chosen.api_key
+    key: str = chosen.admin_api_key or chosen.api_key
+    return key
 
 
 def _steer(chosen: argparse.Namespace) -> int:
@@ -89,7 +93,7 @@ def _steer(chosen: argparse.Namespace) -> int:
         reason = error.reason if isinstance(error, urllib.error.URLError) else error
         said = getattr(reason, "strerror", None) or reason
         raise ServerStatsError(f"{address} gives no answer ({said}); is the server up?") from error
-    except (KeyError, TypeError, AttributeError) as error:
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise ServerStatsError(f"{address} answers as no server with --enable-hier-kv") from error
     if chosen.json:
         say_json(answer, indent=None)
@@ -153,7 +157,8 @@ def body_of(chosen: argparse.Namespace) -> dict[str, Any]:
     body: dict[str, Any]
     path = chosen.ids if chosen.text is None else chosen.text
     try:
-        text = sys.stdin.read() if chosen.text == "-" else Path(path).read_text("utf-8")
+        content = sys.stdin.buffer.read() if chosen.text == "-" else Path(path).read_bytes()
+        text = content.decode()
         body = {"input_ids": json.loads(text)} if chosen.text is None else {"text": text}
     except (ValueError, RecursionError) as error:
         expected = "a JSON list of token ids" if chosen.text is None else "text in UTF-8"

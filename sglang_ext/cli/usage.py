@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 from collections.abc import Iterator
 
@@ -12,6 +13,20 @@ argparse."""
 
 class UsageError(ValueError):
     """A command line that cannot be meant; one sentence."""
+
+
+def key_argument(text: str) -> str:
+    """A key for a server, as argparse takes it; of what is none nothing is repeated.
+
+    Raises:
+        argparse.ArgumentTypeError: it cannot be sent.
+    """
+    if not (text.isascii() and text.isprintable()):
+        raise argparse.ArgumentTypeError(
+            "a key of printable ASCII on one line is expected, and it has other characters; "
+            "correct it, or the environment's variable"
+        )
+    return text
 
 
 @contextlib.contextmanager

@@ -130,11 +130,23 @@ class CausalLm:
     """
 
     def __init__(self, model_path: str, *, kv_dtype: str | None = None, device: str = "cpu"):
-        """Load model and tokenizer from a folder or by name; float32 weights on ``device``."""
+        """Load model and tokenizer from a folder or by name; float32 weights on ``device``.
+
+        Raises:
+            ValueError: it cannot be loaded, or is of a kind that is not known here.
+        """
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        model = AutoModelForCausalLM.from_pretrained(model_path)
+        try:
+            model = AutoModelForCausalLM.from_pretrained(model_path)
+            self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
+        except (OSError, ValueError) as error:
+            said = (str(error).splitlines() or [type(error).__name__])[0]
+            raise ValueError(
+                f"{model_path} cannot be loaded as a model ({said}); name a model's folder, or a "
+                "model of a hub"
+            ) from error
         config = model.config.get_text_config(decoder=True)
         stored = str(getattr(config, "dtype", None) or "torch.bfloat16").removeprefix("torch.")
         names = {torch_name: name for name, (torch_name, _) in _DTYPES.items()}
@@ -144,7 +156,6 @@ class CausalLm:
         self.model: Any = model.to(device=device, dtype=torch.float32).eval()
         self.model.requires_grad_(False)
         self.device = device
-        self.tokenizer: Any = AutoTokenizer.from_pretrained(model_path)
         self.num_layers = int(config.num_hidden_layers)
         self.num_heads = int(config.num_attention_heads)
         self.num_kv_heads = int(getattr(config, "num_key_value_heads", None) or self.num_heads)

@@ -544,6 +544,7 @@ def test_what_others_put_in_a_values_place_is_a_miss_alone(open_: Open, tmp_path
         make(path)
     for _ in range(20):
         assert read(store, items) == [MISSING] * 3 + [OK] * 2
+    assert store.exists([item.key for item in items]) == [MISSING] * 3 + [OK] * 2
     assert store.usable
     assert store.put(items) == [KEPT] * 5
 

@@ -16,6 +16,7 @@ from sglang_ext.cli.server_stats import (
     number_of,
     trouble,
 )
+from sglang_ext.cli.usage import UsageError
 from tests.unit.cli.stub_server import QuietHandler, serving
 
 Serve = Callable[[bytes], str]
@@ -60,13 +61,15 @@ def test_what_is_no_server_of_ours_is_one_sentence(serve: Serve, said: bytes) ->
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "http://127.0.0.1:1/a b"])
 def test_a_url_that_is_none_is_one_sentence(url: str) -> None:
-    with pytest.raises(ServerStatsError, match="give the URL of one that runs"):
+    with pytest.raises(UsageError, match=r"a URL such as .* is expected, got 'http"):
         fetch(url)
 
 
 def test_another_releases_state_is_one_sentence() -> None:
     with pytest.raises(ServerStatsError, match="lacks what this release shows"):
         describe({"host": {}, "disk": {}})
+    with pytest.raises(ServerStatsError, match="lacks what this release shows"):
+        describe(state() | {"slot_bytes": 10**400})  # more than a float holds
 
 
 def test_a_server_that_does_not_look_ahead_is_shown() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import subprocess
 import sys
@@ -104,6 +105,12 @@ def test_where_nobody_answers_is_said(
     ("arguments", "expected"),
     [
         (("stats", "127.0.0.1:30000"), "a URL such as http://127.0.0.1:30000 is expected"),
+        (("stats", "http://"), "a URL such as http://127.0.0.1:30000 is expected, got 'http://'"),
+        (("stats", "http://[::1"), "a URL such as"),
+        (("stats", "http://127.0.0.1:99999"), "a URL such as"),
+        (("top", "http://127.0.0.1:1/ a"), "a URL such as"),
+        (("steer", "http://a\udcff", "--text", "text", "--locate"), "a URL such as"),
+        (("keygen", ""), "the name of a file to make is expected, got an empty text"),
         (("top", "--every", "nan"), "--every must be"),
         (("top", "--every", "inf"), "--every must be"),
         (("top", "--every", "0"), "above 0, at most 86400 s, got 0"),
@@ -154,8 +161,13 @@ def test_what_cannot_be_meant_ends_with_2_as_argparse_does(
     [
         (("steer", "--text", "bytes", "--locate"), "bytes: expected text"),
         (("steer", "--ids", "text", "--locate"), "text: expected a JSON list"),
-        (("steer", "--text", "none", "--locate"), "'none': No such file"),
+        (("steer", "--text", "none", "--locate"), "'none': No such file or directory; correct the"),
+        (("steer", "--text", ".", "--locate"), "'.': Is a directory; name a file, not a folder"),
+        (("warm", "http://127.0.0.1:1", "none"), "'none': No such file or directory; correct the"),
+        (("keygen", "none/key"), "'none/key': No such file or directory; correct the path"),
+        (("keygen", "text/key"), "'text/key': Not a directory; correct the path"),
         (("calibrate", "/none"), "/none is no folder"),
+        (("calibrate", "."), ". cannot be loaded as a model (Unrecognized model in ."),
         (
             ("size", "none", "--kv-dtype", "bfloat16", "--chats-per-hour", "2"),
             "none cannot be read as a model's config.json",
@@ -193,6 +205,44 @@ def test_a_flag_that_a_command_has_not_is_told_with_its_usage(
     assert told.startswith("usage: hier-kv top ")
     assert "--every SECONDS" in told
     assert told.endswith("hier-kv top: error: unrecognized arguments: --evry=5\n")
+
+
+@pytest.mark.parametrize("key", ["secret\nkey", "secret\xe9", "secret\udcff"])
+@pytest.mark.parametrize("is_variable", [False, True], ids=["flag", "variable"])
+@pytest.mark.parametrize(
+    ("command", "flag", "variable"),
+    [
+        (("stats",), "--api-key", "SGLANG_HIER_KV_API_KEY"),
+        (("steer", "--text", "text"), "--admin-api-key", "SGLANG_HIER_KV_ADMIN_API_KEY"),
+    ],
+    ids=["api", "admin"],
+)
+def test_a_key_that_cannot_be_sent_is_not_repeated(
+    command: tuple[str, ...],
+    flag: str,
+    variable: str,
+    is_variable: bool,
+    key: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if is_variable:
+        monkeypatch.setenv(variable, key)
+    with pytest.raises(SystemExit) as ended:
+        main([*command, *([] if is_variable else [flag, key])])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert f"argument {flag}: a key of printable ASCII on one line is expected" in told
+    assert "secret" not in told
+
+
+def test_text_from_the_input_that_is_no_utf_8_is_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a file's is, whatever the locale."""
+    taken = io.TextIOWrapper(io.BytesIO(b"\xff"), "utf-8", "surrogateescape")
+    monkeypatch.setattr(sys, "stdin", taken)
+    assert "-: expected text in UTF-8" in said(capsys, "steer", "--text", "-", "--locate")
 
 
 def test_a_size_with_a_unit_is_told_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:

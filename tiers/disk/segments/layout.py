@@ -59,6 +59,8 @@ HEADER_MAGIC = b"HKVS"  # stored on disk; never change
 FOOTER_MAGIC = b"HKVF"  # stored on disk; never change
 TRAILER_MAGIC = b"HKVT"  # stored on disk; never change
 TRAILER_BYTES = 128
+CHECKSUM_BYTES = 8
+"""Of the trailer, at its end."""
 ENTRY_BYTES = 40
 SEAL_BYTES = 56
 """What protecting a footer adds to it."""

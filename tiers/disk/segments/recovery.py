@@ -4,8 +4,8 @@ A sealed segment costs one read of its end. One that was never sealed (its proce
 read record by record, every checksum verified, up to the first place that holds none: everything
 acknowledged lies before it, because records are written and acknowledged in order. One whose free
 places were being filled (its length says so), or whose footer is damaged, is read in the same way
-to its end; so is one that is full to its preallocated end, which is as long as one that was never
-sealed, but not zeros there. All are then sealed.
+to its end; so is one whose footer ends, or was to end, at the preallocated end: it is as long as
+one that was never sealed, but not zeros there. All are then sealed.
 
 Where records are packed, the length in one record's header leads to the next, and behind damage
 the search goes on block by block. Holes of a sparse file are passed over unread, however long.
@@ -27,6 +27,7 @@ from sglang_ext.tiers.base import (
 )
 from sglang_ext.tiers.disk.segments.fileio import FileIO, aligned_array, read_all, read_small
 from sglang_ext.tiers.disk.segments.layout import (
+    CHECKSUM_BYTES,
     MAX_SLOTS,
     FutureVersionError,
     LockedFooterError,
@@ -192,21 +193,20 @@ def _read_or_scan(
             return _nothing(SegmentState.STALE_LAYOUT, file_bytes), None
         if header.protected is not is_protected:
             return _nothing(SegmentState.LOCKED, file_bytes), None
-    # A segment that was never sealed still has the size it was preallocated at, and zeros at its
-    # end. One of that size without zeros there was sealed, exactly full, and its footer is damaged.
-    never_sealed = (
-        header is not None
-        and file_bytes == header.file_bytes
-        and trailer is None
-        and not any(read_small(io, path, file_bytes - BLOCK_BYTES, BLOCK_BYTES))
-    )
+    # Only a segment that was never sealed still has the size it was preallocated at, or one whose
+    # footer ends right there. The last block tells: it is zeros until a footer is begun, and ends
+    # with zeros until that is whole.
+    end_block = b""
+    if header is not None and file_bytes == header.file_bytes and trailer is None:
+        end_block = read_small(io, path, file_bytes - BLOCK_BYTES, BLOCK_BYTES)
+    never_sealed = bool(end_block) and not any(end_block[-CHECKSUM_BYTES:])
     was_reopened = (
         header is not None and file_bytes == reopened_file_bytes(header) and trailer is None
     )
     # With neither header nor trailer the version is not known; a walk finds slots as well.
     source = header or trailer
     table = SegmentTable(slot_bytes // BLOCK_BYTES, packed=source is None or source.packed)
-    stop_at_hole = never_sealed and not past_holes
+    stop_at_hole = never_sealed and not any(end_block) and not past_holes
     begun = _scan(io, path, namespace, table, seals, stop_at_hole=stop_at_hole)
     if not len(table):
         if is_protected and begun:

@@ -289,7 +289,11 @@ class FileEngine(RemoteEngine):
             for name in names:
                 with _absence_suppressed(), self._folders.folder_of(name) as (folder, file):
                     status = _status(folder, file)
-                    errand.emit(status is not None and not self._is_expired(status))
+                    errand.emit(
+                        status is not None
+                        and stat.S_ISREG(status.st_mode)
+                        and not self._is_expired(status)
+                    )
                     continue
                 errand.emit(False)
 
