@@ -10,6 +10,7 @@ it is told what this process last found out (`Sightings`).
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -28,8 +29,10 @@ from sglang_ext.tiers.store.gate import Gate
 from sglang_ext.tiers.store.remote.sightings import Sightings
 from sglang_ext.tiers.store.types import ON_DISK, READY, OnMoved, StoreCounters
 
-# Pages told of in one go, on the scheduler's thread: each takes some microseconds.
-_PAGES_A_TURN = 2048
+# Pages told of in one go, on the scheduler's thread: each takes some ten microseconds. As many as
+# make a tenth of the time since the last turn, so that short steps stay short; at least so many as
+# a step computes, in DRAM and on disk.
+_PAGES_A_TURN, _LEAST_A_TURN, _PAGES_A_S = 2048, 256, 8192
 # Steps from a page to the one before it, on the way to what of its path is to be told first.
 _STEPS_A_TURN = 4 * _PAGES_A_TURN
 # Times that pages whose key space is not known are looked for in one, under the store's lock.
@@ -98,6 +101,20 @@ class _Page:
     again: bool = False
 
 
+class _Turns:
+    """How many pages each turn may look at, by the time since the one before it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last_s = clock()
+
+    def begin(self) -> int:
+        """A turn begins; returns its pages."""
+        now_s = self._clock()
+        passed_s, self._last_s = now_s - self._last_s, now_s
+        return min(_PAGES_A_TURN, max(_LEAST_A_TURN, int(_PAGES_A_S * passed_s)))
+
+
 class TierEventRecorder(KVCacheEventRecorder):
     """Takes the place of SGLang's recorder in a radix tree. Scheduler's thread, but for `_hear`.
 
@@ -112,6 +129,7 @@ class TierEventRecorder(KVCacheEventRecorder):
         max_seen_pages: pages of no tier whose tokens are remembered, at least what the device has.
         home_now: number of the key space of what enters the device's tree now; -1 where that is
             not known.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -122,6 +140,7 @@ class TierEventRecorder(KVCacheEventRecorder):
         record_medium: StorageMedium,
         max_seen_pages: int,
         home_now: Callable[[], int] = lambda: -1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
             enabled=device.enabled,
@@ -138,6 +157,7 @@ class TierEventRecorder(KVCacheEventRecorder):
         self._epoch = store.gate.epoch
         self._max_seen_pages = max_seen_pages
         self._home_now = home_now
+        self._turns = _Turns(clock)
         # By hash in the store. Told pages are in the tiers; of the others the oldest are forgotten.
         self._told: dict[bytes, _Page] = {}
         self._seen: OrderedDict[bytes, _Page] = OrderedDict()
@@ -231,7 +251,7 @@ class TierEventRecorder(KVCacheEventRecorder):
             self._lose_shared(len(self._shared))
         self._take_moved()
         self._take_sightings()
-        num_left = _PAGES_A_TURN
+        num_left = self._turns.begin()
         gone = _first(self._gone, num_left)
         if gone:
             self._say(gone, [0] * len(gone))
@@ -263,7 +283,7 @@ class TierEventRecorder(KVCacheEventRecorder):
             path.reverse()
             num_told = num - len(keys) if key is None else 0
             keys += path[:num_told]
-            self._wait_on(path[num_told:])
+            _put_first(self._pending, path[num_told:])
         return keys
 
     def _with_homes(self, keys: list[bytes]) -> tuple[list[bytes], list[int]]:
@@ -281,18 +301,12 @@ class TierEventRecorder(KVCacheEventRecorder):
                 continue
             if page.home < 0:
                 if not most:
-                    self._wait_on(keys[place:])
+                    _put_first(self._pending, keys[place:])
                     break
                 most -= 1
             known.append(key)
             homes.append(page.home)
         return known, homes
-
-    def _wait_on(self, keys: Sequence[bytes]) -> None:
-        """These pages are the next to look at, in their order."""
-        for key in reversed(keys):
-            self._pending[key] = None
-            self._pending.move_to_end(key, last=False)
 
     def _unknown_before(self, key: bytes) -> bytes | None:
         """The page before one, if it is pending and a reader may not know it."""
@@ -355,6 +369,8 @@ class TierEventRecorder(KVCacheEventRecorder):
             page = self._told.get(key) or self._seen.get(key)
             if page is None:
                 continue
+            if page.told == bits and not page.again and (key in self._told) == bool(bits):
+                continue  # no news
             before, after = self._media_of(page.told), self._media_of(bits)
             if bits and key not in self._told and len(self._told) >= _MAX_TOLD:
                 self._store.counters.add("kv_events_untold_pages")
@@ -416,6 +432,13 @@ class TierEventRecorder(KVCacheEventRecorder):
 def _first(keys: OrderedDict[bytes, None], num: int) -> list[bytes]:
     """Takes out the first ones."""
     return [keys.popitem(last=False)[0] for _ in range(min(num, len(keys)))]
+
+
+def _put_first(pending: OrderedDict[bytes, None], keys: Sequence[bytes]) -> None:
+    """These pages are the next to look at, in their order."""
+    for key in reversed(keys):
+        pending[key] = None
+        pending.move_to_end(key, last=False)
 
 
 def _packed(tokens: list[int]) -> array[int]:

@@ -352,6 +352,30 @@ def test_pages_of_a_known_adapter_are_looked_for_in_it_alone(
         world.close()
 
 
+def test_a_turn_takes_a_tenth_of_the_time_at_most(tmp_path: Path) -> None:
+    """Steps that decode are short; what a turn leaves over is told in the next ones."""
+    world, now_s, told = World(tmp_path, 1), 0.0, []
+    world.recorder._turns = kv_events._Turns(lambda: now_s)
+    key = RadixKey(array("q", range(4096 * PAGE)))
+    tiers_of = world.rig.store.tiers_of
+
+    def counting(hashes: np.ndarray, homes: np.ndarray) -> np.ndarray:
+        told.append(len(hashes))
+        return tiers_of(hashes, homes)
+
+    world.rig.store.tiers_of = counting  # type: ignore[method-assign, assignment]
+    try:
+        world.recorder._max_seen_pages = 4096
+        world.node(world.root, key)
+        for passed_s in (0.0, 1 / 64, 1 / 16, 60.0):
+            now_s += passed_s
+            world.take()
+        assert told == [256, 256, 512, 2048]
+        assert len(world.recorder._pending) == 4096 - sum(told)
+    finally:
+        world.close()
+
+
 def test_for_pages_of_an_unknown_adapter_a_turn_looks_a_little_and_the_next_one_goes_on(
     tmp_path: Path, looks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
