@@ -133,6 +133,23 @@ class PageIndex:
         kernels.lookup(*self._table, words, _u32(namespace), rows)
         return rows
 
+    def lookup_each(self, hashes: Hashes, namespaces: Rows) -> Rows:
+        """As `lookup`, of pages that are each in a namespace of its own.
+
+        Args:
+            hashes: u8[N, 32], C-contiguous; may be read-only.
+            namespaces: i64[N], their numbers; where one is below 0 the page is not known.
+
+        Raises:
+            TierUsageError: There are not as many namespaces as pages.
+        """
+        words, numbers = _as_words(hashes), _as_rows(namespaces)
+        if len(words) != len(numbers):
+            raise TierUsageError(f"{len(words)} pages were named in {len(numbers)} namespaces.")
+        rows = np.empty(len(words), np.int64)
+        kernels.lookup_each(*self._table, words, numbers, rows)
+        return rows
+
     def prefix_rows(self, hashes: Hashes, namespace: int, need_flags: int = 0) -> Rows:
         """Rows of the leading pages that are known and have every bit of `need_flags`."""
         words = _as_words(hashes)

@@ -206,6 +206,29 @@ def lookup(
         )  # fmt: skip
 
 
+@compiled_for(types.void(_KEYS, _U32S, _U32S, _U64, _U64, _IN_KEYS, _IN_ROWS, _I64S))
+def lookup_each(
+    keys: Any,
+    namespaces: Any,
+    buckets: Any,
+    row_mask: Any,
+    seed: Any,
+    wanted: Any,
+    numbers: Any,
+    rows: Any,
+) -> None:
+    """As `lookup`, each key in a namespace of its own; below 0: in none."""
+    mask = np.uint64(buckets.size - 1)
+    for i in range(wanted.shape[0]):
+        rows[i] = -1
+        if numbers[i] >= 0:
+            namespace = np.uint64(numbers[i])
+            h = _hash(wanted, i, namespace, seed)
+            rows[i], _ = _find(
+                keys, namespaces, buckets, row_mask, wanted, i, namespace, h, h & mask
+            )
+
+
 @compiled_for(_I64(_KEYS, _U32S, _U32S, _U64, _U64, _IN_KEYS, _U64, _I64S, _U8S, types.uint8))
 def prefix(
     keys: Any,

@@ -195,6 +195,7 @@ class HierKVRadixCache(UnifiedRadixCache):
             store,
             record_medium=record_medium(config),
             max_seen_pages=2 * num_pages,
+            home_now=lambda: self.linker.number_of_saved,
         )
 
     def _admission_of(self, group: Any | None, tree: RadixTree, *, shares_pages: bool) -> Admission:

@@ -10,6 +10,7 @@ it is told what this process last found out (`Sightings`).
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,12 +27,16 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.remote.items import OnKnown
 from sglang_ext.tiers.store.gate import Gate
 from sglang_ext.tiers.store.remote.sightings import Sightings
-from sglang_ext.tiers.store.types import ON_DISK, READY, StoreCounters
+from sglang_ext.tiers.store.types import ON_DISK, READY, OnMoved, StoreCounters
 
-# Pages told of in one go, on the scheduler's thread: each takes some microseconds.
-_PAGES_A_TURN = 2048
+# Pages told of in one go, on the scheduler's thread: each takes some ten microseconds. As many as
+# make a tenth of the time since the last turn, so that short steps stay short; at least so many as
+# a step computes, in DRAM and on disk.
+_PAGES_A_TURN, _LEAST_A_TURN, _PAGES_A_S = 2048, 256, 8192
 # Steps from a page to the one before it, on the way to what of its path is to be told first.
 _STEPS_A_TURN = 4 * _PAGES_A_TURN
+# Times that pages whose key space is not known are looked for in one, under the store's lock.
+_LOOKS_A_TURN = 1 << 15
 # Pages that moved since events were taken. With more, all that are known are looked at.
 _MAX_MOVED = 1 << 17
 # Pages in the tiers that are told of, about 700 bytes each; more stay untold, and are counted.
@@ -54,11 +59,18 @@ class FollowedStore(Protocol):
     counters: StoreCounters
     gate: Gate
 
-    def follow(self, on_moved: Callable[[Hashes], None], on_known: OnKnown) -> None:
+    def follow(self, on_moved: OnMoved, on_known: OnKnown) -> None:
         """Has somebody told of pages that move, and what is found out of the shared store."""
 
-    def tiers_of(self, hashes: Hashes) -> npt.NDArray[np.uint8]:
-        """Where pages are now."""
+    @property
+    def num_spaces(self) -> int:
+        """Key spaces that a page whose own is not known may be looked for in."""
+
+    def is_open(self, number: int) -> bool:
+        """Whether pages of a key space may be used now."""
+
+    def tiers_of(self, hashes: Hashes, homes: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+        """Where pages are now, given the numbers of their key spaces, -1 where that is unknown."""
 
     def open_spaces(self) -> set[tuple[bytes, bytes]]:
         """Namespace and adapter of what may be used now."""
@@ -73,6 +85,7 @@ class _Page:
         parent: that of the page before it; None for a prompt's first.
         before: hash in the store of the page before it.
         tokens: its tokens.
+        home: number of its key space; -1 where that is not known.
         told: bits of the tiers that it is said to be in.
         again: it is to be told of once more.
     """
@@ -83,8 +96,23 @@ class _Page:
     tokens: array[int]
     cache_salt: str | None
     lora_name: str | None
+    home: int = -1
     told: int = 0
     again: bool = False
+
+
+class _Turns:
+    """How many pages each turn may look at, by the time since the one before it."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._last_s = clock()
+
+    def begin(self) -> int:
+        """A turn begins; returns its pages."""
+        now_s = self._clock()
+        passed_s, self._last_s = now_s - self._last_s, now_s
+        return min(_PAGES_A_TURN, max(_LEAST_A_TURN, int(_PAGES_A_S * passed_s)))
 
 
 class TierEventRecorder(KVCacheEventRecorder):
@@ -99,6 +127,9 @@ class TierEventRecorder(KVCacheEventRecorder):
         store: DRAM and disk.
         record_medium: what is told of pages that lie in records.
         max_seen_pages: pages of no tier whose tokens are remembered, at least what the device has.
+        home_now: number of the key space of what enters the device's tree now; -1 where that is
+            not known.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -108,6 +139,8 @@ class TierEventRecorder(KVCacheEventRecorder):
         *,
         record_medium: StorageMedium,
         max_seen_pages: int,
+        home_now: Callable[[], int] = lambda: -1,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(
             enabled=device.enabled,
@@ -123,6 +156,8 @@ class TierEventRecorder(KVCacheEventRecorder):
         self._store = store
         self._epoch = store.gate.epoch
         self._max_seen_pages = max_seen_pages
+        self._home_now = home_now
+        self._turns = _Turns(clock)
         # By hash in the store. Told pages are in the tiers; of the others the oldest are forgotten.
         self._told: dict[bytes, _Page] = {}
         self._seen: OrderedDict[bytes, _Page] = OrderedDict()
@@ -131,7 +166,8 @@ class TierEventRecorder(KVCacheEventRecorder):
         self._gone: OrderedDict[bytes, None] = OrderedDict()
         self._shared: OrderedDict[bytes, None] = OrderedDict()  # in the store, by their last use
         self._sightings = Sightings()
-        self._moved: deque[Hashes] = deque()  # guarded by _lock, as is the next
+        # Guarded by _lock, as is the next.
+        self._moved: deque[tuple[Hashes, npt.NDArray[np.uint32]]] = deque()
         self._num_moved = 0  # pages in it, and those that it had no room for
         self._lock = threading.Lock()
         self._queue = device.take()
@@ -166,12 +202,12 @@ class TierEventRecorder(KVCacheEventRecorder):
             self._follow()
         return list(super().take())
 
-    def _hear(self, hashes: Hashes) -> None:
+    def _hear(self, hashes: Hashes, numbers: npt.NDArray[np.uint32]) -> None:
         """Pages moved; called by any thread, under the store's lock."""
         with self._lock:
             self._num_moved += len(hashes)
             if self._num_moved <= _MAX_MOVED:
-                self._moved.append(hashes)
+                self._moved.append((hashes, numbers))
 
     # ---- what is said of it ----
 
@@ -188,17 +224,20 @@ class TierEventRecorder(KVCacheEventRecorder):
             events: what SGLang's recorder says of them.
         """
         names, before = iter(hashes), bytes.fromhex(above[-1]) if above else None
+        home = self._home_now()
         for event in events:
             parent, size = event.parent_block_hash, event.block_size
             for index, block in enumerate(event.block_hashes):
                 key = bytes.fromhex(next(names))
                 self._pending[key] = None
                 if key in self._told:
-                    self._told[key].again = True
+                    page = self._told[key]
+                    page.again, page.home = True, page.home if home < 0 else home
                 else:
                     tokens = _packed(event.token_ids[index * size : (index + 1) * size])
-                    page = _Page(block, parent, before, tokens, event.cache_salt, event.lora_name)
-                    self._seen[key] = page
+                    self._seen[key] = _Page(
+                        block, parent, before, tokens, event.cache_salt, event.lora_name, home
+                    )
                     self._seen.move_to_end(key)
                 parent, before = block, key
         while len(self._seen) > self._max_seen_pages:
@@ -212,15 +251,15 @@ class TierEventRecorder(KVCacheEventRecorder):
             self._lose_shared(len(self._shared))
         self._take_moved()
         self._take_sightings()
-        num_left = _PAGES_A_TURN
+        num_left = self._turns.begin()
         gone = _first(self._gone, num_left)
         if gone:
             self._say(gone, [0] * len(gone))
             num_left -= len(gone)
-        keys = self._take_pending(num_left)
+        keys, homes = self._with_homes(self._take_pending(num_left))
         if keys:
             rows = np.frombuffer(b"".join(keys), np.uint8).reshape(-1, 32)
-            tiers = self._store.tiers_of(rows).tolist()
+            tiers = self._store.tiers_of(rows, np.array(homes, np.int64)).tolist()
             shared = [_SHARED if key in self._shared else 0 for key in keys]
             self._say(keys, [here | there for here, there in zip(tiers, shared, strict=True)])
 
@@ -244,10 +283,30 @@ class TierEventRecorder(KVCacheEventRecorder):
             path.reverse()
             num_told = num - len(keys) if key is None else 0
             keys += path[:num_told]
-            for left in reversed(path[num_told:]):
-                self._pending[left] = None
-                self._pending.move_to_end(left, last=False)
+            _put_first(self._pending, path[num_told:])
         return keys
+
+    def _with_homes(self, keys: list[bytes]) -> tuple[list[bytes], list[int]]:
+        """The first of some pages that are known, and their key spaces; the others wait on.
+
+        A page whose key space is not known may have to be looked for in each, and there is one for
+        every adapter: of such pages a turn looks for few.
+        """
+        most = max(1, _LOOKS_A_TURN // max(1, self._store.num_spaces))
+        known: list[bytes] = []
+        homes: list[int] = []
+        for place, key in enumerate(keys):
+            page = self._told.get(key) or self._seen.get(key)
+            if page is None:
+                continue
+            if page.home < 0:
+                if not most:
+                    _put_first(self._pending, keys[place:])
+                    break
+                most -= 1
+            known.append(key)
+            homes.append(page.home)
+        return known, homes
 
     def _unknown_before(self, key: bytes) -> bytes | None:
         """The page before one, if it is pending and a reader may not know it."""
@@ -267,11 +326,15 @@ class TierEventRecorder(KVCacheEventRecorder):
             self._pending.update(dict.fromkeys(self._told))
             self._pending.update(dict.fromkeys(self._seen))
             return
-        for hashes in moved:
-            for row in hashes:
+        for hashes, numbers in moved:
+            for row, number in zip(hashes, numbers.tolist(), strict=True):
                 key = row.tobytes()
-                if key in self._told or key in self._seen:
-                    self._pending[key] = None
+                page = self._told.get(key) or self._seen.get(key)
+                if page is None:
+                    continue
+                self._pending[key] = None
+                if page.home != number and (page.home < 0 or not self._store.is_open(page.home)):
+                    page.home = number
 
     def _take_sightings(self) -> None:
         """What was found out of the shared store is told next; of other weights it says nothing."""
@@ -306,6 +369,8 @@ class TierEventRecorder(KVCacheEventRecorder):
             page = self._told.get(key) or self._seen.get(key)
             if page is None:
                 continue
+            if page.told == bits and not page.again and (key in self._told) == bool(bits):
+                continue  # no news
             before, after = self._media_of(page.told), self._media_of(bits)
             if bits and key not in self._told and len(self._told) >= _MAX_TOLD:
                 self._store.counters.add("kv_events_untold_pages")
@@ -367,6 +432,13 @@ class TierEventRecorder(KVCacheEventRecorder):
 def _first(keys: OrderedDict[bytes, None], num: int) -> list[bytes]:
     """Takes out the first ones."""
     return [keys.popitem(last=False)[0] for _ in range(min(num, len(keys)))]
+
+
+def _put_first(pending: OrderedDict[bytes, None], keys: Sequence[bytes]) -> None:
+    """These pages are the next to look at, in their order."""
+    for key in reversed(keys):
+        pending[key] = None
+        pending.move_to_end(key, last=False)
 
 
 def _packed(tokens: list[int]) -> array[int]:

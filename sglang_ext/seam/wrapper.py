@@ -141,6 +141,11 @@ class HierKVLinkerWrapper(UnifiedCacheLinkerWrapper):
         finally:
             self._saving = None
 
+    @property
+    def number_of_saved(self) -> int:
+        """Number of the key space of what is being saved; -1 where nothing is."""
+        return -1 if self._saving is None else self._saving.space.number
+
     @contextmanager
     def unasked(self) -> Iterator[None]:
         """Matches inside are SGLang's own; nothing is added to them."""

@@ -249,7 +249,8 @@ class Model:
         moved = [divmod(self.written + at, SEGMENT_PAGES) for at in range(len(kept))]
         self.written += len(kept)
         self.disk.update({to: self.disk[at] for at, to in zip(kept, moved, strict=True)})
-        self.books.disk.move(SPACE, segments[0], self.records(moved))
+        numbers = np.full(len(moved), SPACE.number)
+        self.books.disk.move(numbers, segments[0], self.records(moved))
         self.books.disk.drop_segment(segments[0])
         for place in old:
             del self.disk[place]

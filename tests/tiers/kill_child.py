@@ -138,7 +138,7 @@ def write(
 
     tier.on_drop = on_drop
     tier.on_moved = on_moved
-    tier.is_hot = lambda digest, hashes: hashes[:, 0] % 2 == 0
+    tier.is_hot = lambda digest, hashes, lora: hashes[:, 0] % 2 == 0
     found = tier.open_namespace(PAGES.NAMESPACE, PAGES.PACKED_SLOT_BYTES, {}, packed=packed)
     books = None
     if reused:

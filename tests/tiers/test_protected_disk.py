@@ -192,7 +192,7 @@ def test_what_is_salvaged_was_proved_and_is_written_with_the_first_key(
     tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
     moved: list[tuple[bytes, Location]] = []
     wanted = {key(number) for number in range(3)}
-    tier.is_hot = lambda _, hashes: np.array([row.tobytes() in wanted for row in hashes])
+    tier.is_hot = lambda _, hashes, __: np.array([row.tobytes() in wanted for row in hashes])
     tier.on_moved = lambda _, __, pages: moved.extend(
         (pages.hashes[row].tobytes(), Location(int(pages.segment[row]), int(pages.block[row])))
         for row in range(len(pages))

@@ -67,7 +67,7 @@ class CachedDiskTier(Tier, OwnerCallbacks):
         # The owner sets its callbacks after this tier was made: they are looked up when called.
         disk.on_drop = self._dropped
         disk.on_moved = lambda digest, segment, pages: self.on_moved(digest, segment, pages)  # noqa: PLW0108
-        disk.is_hot = lambda digest, hashes: self.is_hot(digest, hashes)  # noqa: PLW0108
+        disk.is_hot = lambda digest, hashes, lora: self.is_hot(digest, hashes, lora)  # noqa: PLW0108
         disk.num_needed = lambda segment: self.num_needed(segment)  # noqa: PLW0108
         self._disk = disk
         self._max_bytes = max_bytes

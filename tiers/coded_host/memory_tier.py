@@ -303,7 +303,7 @@ class MemoryTier(Tier, OwnerCallbacks):
         ]
         pages = _table(found)
         try:
-            hot = self.is_hot(victim.namespace, pages.hashes)
+            hot = self.is_hot(victim.namespace, pages.hashes, pages.lora)
         except Exception:
             self._counters.error("callback")
             return

@@ -46,9 +46,9 @@ class OwnerCallbacks:
             location in it is about to become a miss.
         on_moved: called with (namespace digest, old segment id, pages) after hot pages were
             copied out of a segment and before its `on_drop`; `pages` says where they lie now.
-        is_hot: called with (namespace digest, hashes u8 [N, 32]); returns u8 or bool [N], above 0
-            for the pages worth salvaging from a segment about to be dropped, those with the
-            highest values first.
+        is_hot: called with (namespace digest, hashes u8 [N, 32], adapters u8 [N, 32], zeros for
+            none); returns u8 or bool [N], above 0 for the pages worth salvaging from a segment
+            about to be dropped, those with the highest values first.
         num_needed: called with a segment id; returns how many pages in it will be read soon. Of
             the oldest segments the one with the fewest is dropped.
         keeper: says which records are pages and which of them to give up, so that room is made
@@ -65,9 +65,9 @@ class OwnerCallbacks:
         self.on_moved: Callable[[bytes, int, RecoveredPages], None]
         self.on_moved = lambda digest, segment_id, pages: None
         self.is_hot: Callable[
-            [bytes, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]
+            [bytes, ByteArray, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]
         ]
-        self.is_hot = lambda digest, hashes: np.zeros(len(hashes), np.bool_)
+        self.is_hot = lambda digest, hashes, lora: np.zeros(len(hashes), np.bool_)
         self.num_needed: Callable[[int], int] = lambda segment_id: 0
 
 

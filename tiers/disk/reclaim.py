@@ -250,7 +250,9 @@ class SegmentReclaimer:
         )
         if pages is None or not len(pages):
             return
-        hot = self._call(lambda: self._owner.is_hot(victim.namespace, pages.hashes), None)
+        hot = self._call(
+            lambda: self._owner.is_hot(victim.namespace, pages.hashes, pages.lora), None
+        )
         if hot is None or len(hot) != len(pages):
             return
         heat = np.asarray(hot, np.int16)

@@ -37,6 +37,11 @@ class KeySpaces:
             space = self._by_name.get((digest, lora))
             return None if space is None else space.number
 
+    def __len__(self) -> int:
+        """How many there are."""
+        with self._lock:
+            return len(self._by_number)
+
     def of(self, number: int) -> KeySpace:
         """A key space by its number."""
         with self._lock:

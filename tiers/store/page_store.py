@@ -44,6 +44,7 @@ from sglang_ext.tiers.store.types import (
     IsReadSlower,
     KeySpace,
     LoadTicket,
+    OnMoved,
     Plan,
     PrefixSurvey,
     Rows,
@@ -283,12 +284,13 @@ class PageStore:
 
     # ---- pages ----
 
-    def follow(self, on_moved: Callable[[Hashes], None], on_known: OnKnown) -> None:
+    def follow(self, on_moved: OnMoved, on_known: OnKnown) -> None:
         """Has somebody told of pages that come to a tier or leave one, from any thread.
 
         Args:
-            on_moved: takes hashes u8 `[N, 32]`, of any key space. Must return at once: it is called
-                under the store's lock. Where the pages are once it has returned, `tiers_of` tells.
+            on_moved: takes hashes u8 `[N, 32]` and the numbers of their key spaces, u32 `[N]`. Must
+                return at once: it is called under the store's lock. Where the pages are once it has
+                returned, `tiers_of` tells.
             on_known: of pages in the remote store, as calls find it out (`Sightings.hear`).
         """
         self._books.table.on_moved = on_moved
@@ -307,17 +309,41 @@ class PageStore:
         """Namespace and adapter of the key spaces that this epoch has used."""
         return {(each.digest, each.lora) for each in self._spaces.all() if self.gate.is_open(each)}
 
-    def tiers_of(self, hashes: Hashes) -> npt.NDArray[np.uint8]:
+    @property
+    def num_spaces(self) -> int:
+        """Key spaces there are; a page of `tiers_of` without a home may be looked for in each."""
+        return len(self._spaces)
+
+    def is_open(self, number: int) -> bool:
+        """Whether this epoch has used a key space."""
+        return self.gate.is_open(self._spaces.of(number))
+
+    def tiers_of(self, hashes: Hashes, homes: Rows | None = None) -> npt.NDArray[np.uint8]:
         """Which tiers have pages, of any key space that this epoch has used.
 
         Args:
             hashes: u8 `[N, 32]`.
+            homes: i64 `[N]`, numbers of the key spaces that pages are of. -1 where that is not
+                known: such a page is looked for in all of them, one by one. None: all are such.
 
         Returns:
             u8 `[N]` of `READY` (in DRAM) and `ON_DISK` (a record, on disk or in coded DRAM).
         """
-        numbers = [each.number for each in self._spaces.all() if self.gate.is_open(each)]
-        return self._books.lookups.tiers_of(hashes, numbers)
+        if homes is None:
+            homes = np.full(len(hashes), -1, np.int64)
+        closed = [
+            number
+            for number in np.unique(homes).tolist()
+            if number >= 0 and not self.is_open(number)
+        ]
+        there = np.flatnonzero(~np.isin(homes, closed))
+        homes = homes[there]
+        numbers: list[int] = []
+        if (homes < 0).any():
+            numbers = [each.number for each in self._spaces.all() if self.gate.is_open(each)]
+        found = np.zeros(len(hashes), np.uint8)
+        found[there] = self._books.lookups.tiers_of(hashes[there], homes, numbers)
+        return found
 
     def ready_prefix(self, space: KeySpace, hashes: Hashes, max_quality: int = ANY) -> int:
         """Number of leading pages that are ready in DRAM and good enough. O(pages), in memory."""
@@ -606,20 +632,20 @@ class PageStore:
         # Pages used since the last reclaim are worth carrying over to a younger segment.
         since = [0]
 
-        def with_digest(digest: bytes) -> list[KeySpace]:
-            return [space for space in self._spaces.all() if space.digest == digest]
+        def numbers_of(digest: bytes, lora: npt.NDArray[np.uint8]) -> Rows:
+            numbers = np.full(len(lora), -1, np.int64)
+            for adapter, rows in _rows_by_adapter(lora).items():
+                number = self._spaces.number_of(digest, adapter)
+                numbers[rows] = -1 if number is None else number
+            return numbers
 
-        def is_hot(digest: bytes, hashes: Hashes) -> npt.NDArray[np.uint8]:
-            heat = np.zeros(len(hashes), np.uint8)
-            for space in with_digest(digest):
-                heat = np.maximum(heat, pages_on_disk.heat(space, hashes, since[0]))
-            return heat
+        def is_hot(
+            digest: bytes, hashes: Hashes, lora: npt.NDArray[np.uint8]
+        ) -> npt.NDArray[np.uint8]:
+            return pages_on_disk.heat(numbers_of(digest, lora), hashes, since[0])
 
         def on_moved(digest: bytes, segment: int, pages: RecoveredPages) -> None:
-            for space in with_digest(digest):
-                lora = np.frombuffer(space.lora or bytes(32), np.uint8)
-                mine = (pages.lora == lora).all(axis=1)
-                pages_on_disk.move(space, segment, pages.take(mine))
+            pages_on_disk.move(numbers_of(digest, pages.lora), segment, pages)
 
         def on_drop(digest: bytes, segment: int) -> None:
             since[0] = loads.clock

@@ -19,6 +19,8 @@ Slots = npt.NDArray[np.int32]
 IsReadSlower = Callable[[int, npt.NDArray[np.int64]], bool]
 """Whether the disk takes longer to bring pages than the device took to compute them: the number of
 pages before them on their path, and the bytes of their records."""
+OnMoved = Callable[[Hashes, npt.NDArray[np.uint32]], None]
+"""Takes pages that come to a tier or leave one: hashes, and numbers of their key spaces."""
 
 # Bits of `PageIndex.flags`.
 READY = 1  # the host slot holds the whole page, verified; it may be loaded

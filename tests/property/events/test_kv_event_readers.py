@@ -24,6 +24,7 @@ from sglang_ext.seam import kv_events  # noqa: E402
 from sglang_ext.seam.kv_events import TierEventRecorder, record_medium  # noqa: E402
 from sglang_ext.seam.page_hash import hashes_of  # noqa: E402
 from sglang_ext.settings.config import HierKVConfig  # noqa: E402
+from sglang_ext.tiers.index import PageIndex  # noqa: E402
 from sglang_ext.tiers.store.types import ON_DISK, READY  # noqa: E402
 from testkit.kv_reader import KvIndex  # noqa: E402
 from tests.unit.store.store_rig import DIGEST, OTHER, Rig  # noqa: E402
@@ -54,6 +55,7 @@ class World:
             self.rig.store,
             record_medium=record_medium,
             max_seen_pages=60,
+            home_now=lambda: self.rig.space.number if seed % 2 else -1,
         )
         self.reader = KvIndex()
 
@@ -232,7 +234,7 @@ def test_what_is_told_again_can_be_placed_where_a_path_lies_in_two_tiers(
     bits = {row.tobytes(): ON_DISK if place < 2 else READY for place, row in enumerate(hashes)}
     monkeypatch.setattr(
         world.rig.store, "tiers_of",
-        lambda rows: np.array([bits[row.tobytes()] for row in rows], np.uint8),
+        lambda rows, _: np.array([bits[row.tobytes()] for row in rows], np.uint8),
     )  # fmt: skip
     try:
         for _ in range(2):
@@ -254,7 +256,7 @@ def test_of_a_long_path_a_turn_tells_a_part_and_the_next_one_goes_on(
     monkeypatch.setattr(kv_events, "_STEPS_A_TURN", 16)
     world = World(tmp_path, 0)
     monkeypatch.setattr(
-        world.rig.store, "tiers_of", lambda rows: np.full(len(rows), READY, np.uint8)
+        world.rig.store, "tiers_of", lambda rows, _: np.full(len(rows), READY, np.uint8)
     )
     try:
         key = RadixKey(array("q", range(50 * PAGE)))
@@ -312,6 +314,87 @@ def test_more_pages_than_are_followed_stay_untold(
         in_dram = [media for media in world.reader.media.values() if CPU in media]
         assert len(in_dram) == 5
         assert world.rig.count("kv_events_untold_pages")
+    finally:
+        world.close()
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many pages each look-up in one key space was of."""
+    counted: list[int] = []
+    lookup = PageIndex.lookup
+
+    def counting(index: PageIndex, hashes: np.ndarray, namespace: int) -> np.ndarray:
+        counted.append(len(hashes))
+        return lookup(index, hashes, namespace)
+
+    monkeypatch.setattr(PageIndex, "lookup", counting)
+    return counted
+
+
+@pytest.mark.parametrize("moves", [False, True])
+def test_pages_of_a_known_adapter_are_looked_for_in_it_alone(
+    tmp_path: Path, looks: list[int], *, moves: bool
+) -> None:
+    """It is known of what enters the tree for a request, and of what moved since."""
+    world = World(tmp_path, 0 if moves else 1)
+    adapters = [world.rig.store.space(DIGEST, bytes([number]) * 32) for number in range(1, 200)]
+    world.rig.space = adapters[77]
+    try:
+        world.compute(5)
+        world.rig.save(hashes_of(world.key(5), PAGE), space=world.rig.space)
+        world.rig.settle()
+        looks.clear()
+        world.drain()
+        assert world.reader.prefix(list(world.key(5).token_ids), PAGE, {CPU}) == 4 * PAGE
+        assert not looks
+    finally:
+        world.close()
+
+
+def test_a_turn_takes_a_tenth_of_the_time_at_most(tmp_path: Path) -> None:
+    """Steps that decode are short; what a turn leaves over is told in the next ones."""
+    world, now_s, told = World(tmp_path, 1), 0.0, []
+    world.recorder._turns = kv_events._Turns(lambda: now_s)
+    key = RadixKey(array("q", range(4096 * PAGE)))
+    tiers_of = world.rig.store.tiers_of
+
+    def counting(hashes: np.ndarray, homes: np.ndarray) -> np.ndarray:
+        told.append(len(hashes))
+        return tiers_of(hashes, homes)
+
+    world.rig.store.tiers_of = counting  # type: ignore[method-assign, assignment]
+    try:
+        world.recorder._max_seen_pages = 4096
+        world.node(world.root, key)
+        for passed_s in (0.0, 1 / 64, 1 / 16, 60.0):
+            now_s += passed_s
+            world.take()
+        assert told == [256, 256, 512, 2048]
+        assert len(world.recorder._pending) == 4096 - sum(told)
+    finally:
+        world.close()
+
+
+def test_for_pages_of_an_unknown_adapter_a_turn_looks_a_little_and_the_next_one_goes_on(
+    tmp_path: Path, looks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "_LOOKS_A_TURN", 400)
+    world = World(tmp_path, 0)
+    for number in range(1, 200):
+        space = world.rig.store.space(DIGEST, bytes([number]) * 32)
+    key = RadixKey(array("q", range(10 * PAGE)))
+    try:
+        world.rig.save(hashes_of(key, PAGE), space=space)
+        world.rig.settle()
+        world.take()
+        looks.clear()
+        world.node(world.root, key)
+        for turn in range(1, 6):
+            world.take()
+            assert sum(looks) == 400 * turn
+            assert world.reader.prefix(list(key.token_ids), PAGE, {CPU}) == 2 * turn * PAGE
+        assert not world.recorder._pending
     finally:
         world.close()
 

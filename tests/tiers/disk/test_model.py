@@ -55,7 +55,7 @@ class DiskModel(RuleBasedStateMachine):
         tier = DiskTier(config)
         tier.on_drop = self._on_drop
         tier.on_moved = self._on_moved
-        tier.is_hot = lambda digest, hashes: hashes[:, 0] < 100
+        tier.is_hot = lambda digest, hashes, lora: hashes[:, 0] < 100
         by_key = {key(number): number for number in range(41)}
         self.found = set()
         for namespace in NAMESPACES:

@@ -445,7 +445,9 @@ def test_salvage_between_layouts(open_tier: OpenTier, packed: bool) -> None:
     moved: dict[bytes, tuple[int, int, int]] = {}
     dropped: list[int] = []
     hot = {key(3).hex(), key(7).hex()}
-    tier.is_hot = lambda digest, hashes: np.array([row.tobytes().hex() in hot for row in hashes])
+    tier.is_hot = lambda digest, hashes, lora: np.array(
+        [row.tobytes().hex() in hot for row in hashes]
+    )
     tier.on_moved = lambda digest, old, pages: moved.update(found(pages))
     tier.on_drop = lambda digest, segment_id: dropped.append(segment_id)
     make = make_record if packed else make_slot
@@ -473,7 +475,7 @@ def test_salvage_takes_a_quarter_of_the_bytes_not_of_the_records(open_tier: Open
         for segment, _, num_blocks in found(pages).values():
             blocks[segment] += num_blocks
 
-    tier.is_hot = lambda digest, hashes: np.ones(len(hashes), np.bool_)
+    tier.is_hot = lambda digest, hashes, lora: np.ones(len(hashes), np.bool_)
     tier.on_moved = on_moved
     for number in range(1500):
         (location,) = tier.write(NAMESPACE, [make_record(number)])

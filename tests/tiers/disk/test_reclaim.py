@@ -63,7 +63,9 @@ class OwnerIndex:
             if page in self.pages and self.pages[page].segment == old:
                 self.pages[page] = Location(int(pages.segment[row]), int(pages.block[row]))
 
-    def is_hot(self, digest: bytes, hashes: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    def is_hot(
+        self, digest: bytes, hashes: np.ndarray[Any, Any], lora: np.ndarray[Any, Any]
+    ) -> np.ndarray[Any, Any]:
         return np.array([row.tobytes() in self.hot for row in hashes])
 
 

@@ -404,7 +404,7 @@ def test_salvage_moves_no_more_than_fits_the_places_of_a_reused_segment(
     writer.actives[NAMESPACE] = opened
     assert opened.count_fitting([second[2], third[2], first[2]]) == 3
     heat = {second[1]: 2, third[1]: 2, first[1]: 1}
-    world.tier.is_hot = lambda digest, hashes: np.array(
+    world.tier.is_hot = lambda digest, hashes, lora: np.array(
         [heat.get(row.tobytes(), 0) for row in hashes], np.uint8
     )
     writer.reclaimer.reclaim(segments[victim])

@@ -837,7 +837,7 @@ def test_a_page_that_is_copied_twice_from_one_segment_is_on_disk_once(make: Make
         num_blocks=np.ones(3, np.uint16),
         quality=books.table.index.disk_quality[rows[[0, 1, 0]]],
     )
-    books.disk.move(rig.space, segment, moved)
+    books.disk.move(np.full(3, rig.space.number), segment, moved)
     assert books.table.index.block[rows].tolist() == [3, 2]
     books.check()
 

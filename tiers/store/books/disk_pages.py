@@ -57,10 +57,16 @@ class DiskPages:
             with self._table.lock:
                 self._table.disk_order.note_thin(pages.segment)
 
-    def move(self, space: KeySpace, old_segment: int, pages: RecoveredPages) -> None:
-        """Notes that reclaiming a segment copied some of its pages elsewhere."""
+    def move(self, numbers: Rows, old_segment: int, pages: RecoveredPages) -> None:
+        """Notes that reclaiming a segment copied some of its pages elsewhere.
+
+        Args:
+            numbers: i64 `[N]`, the key space of each; below 0: nobody knows it.
+            old_segment: where they lay.
+            pages: `[N]`, where they lie now.
+        """
         with self._table.lock:
-            rows = self._index.lookup(pages.hashes, space.number)
+            rows = self._index.lookup_each(pages.hashes, numbers)
             held = np.maximum(rows, 0)
             moved = (rows >= 0) & (self._index.segment[held] == old_segment)
             # The segment may also hold the worse copy that this one replaced.
@@ -130,16 +136,16 @@ class DiskPages:
         with self._table.lock:
             return order.take_thinned()
 
-    def heat(self, space: KeySpace, hashes: Hashes, clock: int) -> npt.NDArray[np.uint8]:
+    def heat(self, numbers: Rows, hashes: Hashes, clock: int) -> npt.NDArray[np.uint8]:
         """What pages are worth: 2 where a waiting request needs one, 1 where one was loaded.
 
         Args:
-            space: where they belong.
+            numbers: i64 `[N]`, the key space of each; below 0: nobody knows it.
             hashes: u8 `[N, 32]`.
             clock: loads before this point of the logical clock do not count.
         """
         with self._table.lock:
-            rows = self._index.lookup(hashes, space.number)
+            rows = self._index.lookup_each(hashes, numbers)
             heat = np.zeros(len(rows), np.uint8)
             known = np.flatnonzero(rows >= 0)
             rows = rows[known]

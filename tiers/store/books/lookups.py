@@ -50,15 +50,29 @@ class Lookups:
         num_blocks[(flags & ON_DISK) == 0] = 0
         return PrefixSurvey(ready, ~ready & ((flags & FILLING) != 0), num_blocks)
 
-    def tiers_of(self, hashes: Hashes, numbers: list[int]) -> npt.NDArray[np.uint8]:
-        """`READY` and `ON_DISK` of pages of some key spaces, u8 `[N]`; 0: not stored."""
-        found = np.zeros(len(hashes), np.uint8)
+    def tiers_of(
+        self, hashes: Hashes, homes: Rows, numbers: Sequence[int]
+    ) -> npt.NDArray[np.uint8]:
+        """`READY` and `ON_DISK` of pages, u8 `[N]`; 0: not stored.
+
+        Args:
+            hashes: u8 `[N, 32]`.
+            homes: i64 `[N]`, the one key space in which each is looked for; below 0 for none.
+            numbers: key spaces in all of which those without one are looked for.
+        """
+        found, lost = np.zeros(len(hashes), np.uint8), np.flatnonzero(homes < 0)
+        homeless = hashes[lost]
         with self._table.lock:
-            for number in numbers:
-                rows = self._index.lookup(hashes, number)
-                known = rows >= 0
-                found[known] |= self._index.flags[rows[known]] & np.uint8(READY | ON_DISK)
+            self._add_tiers(found, self._index.lookup_each(hashes, homes))
+            for number in numbers if len(lost) else ():
+                rows = np.full(len(hashes), -1, np.int64)
+                rows[lost] = self._index.lookup(homeless, number)
+                self._add_tiers(found, rows)
         return found
+
+    def _add_tiers(self, found: npt.NDArray[np.uint8], rows: Rows) -> None:
+        known = rows >= 0
+        found[known] |= self._index.flags[rows[known]] & np.uint8(READY | ON_DISK)
 
     def states(self, space: KeySpace, hashes: Hashes) -> tuple[Qualities, Qualities]:
         """Flags of pages in any order, 0 where one is not stored, and their quality; u8 `[N]`."""

@@ -40,6 +40,7 @@ from sglang_ext.tiers.store.types import (
     READY,
     DiskCopies,
     Hashes,
+    OnMoved,
     Rows,
     Slots,
     StoreCounters,
@@ -70,8 +71,8 @@ class PageTable:
         num_moved: pages that entered DRAM or left it so far.
         num_owed: pages of DRAM that gave their place on disk up and are to be written again.
         has_inexact: whether any page was ever stored that is not exact; never falls.
-        on_moved: told the hashes of pages that come to a tier or leave one, with the lock held that
-            they move under; None: nobody is.
+        on_moved: told the hashes of pages that come to a tier or leave one, and the numbers of
+            their key spaces, with the lock held that they move under; None: nobody is.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class PageTable:
         self.now_s = clock
         self.num_moved = self.num_owed = 0
         self.has_inexact = False
-        self.on_moved: Callable[[Hashes], None] | None = None
+        self.on_moved: OnMoved | None = None
 
     def check(self) -> None:
         """Verifies index, arena and orders against each other (linear; for tests). Takes the lock.
@@ -297,9 +298,9 @@ class PageTable:
         """Tells `on_moved` of pages that come to a tier or leave one; their hashes, for the log."""
         if self.on_moved is None and not self.events.on:
             return None
-        hashes = self.index.keys(rows)[0]
+        hashes, numbers = self.index.keys(rows)
         if self.on_moved is not None:
-            self.on_moved(hashes)
+            self.on_moved(hashes, numbers)
         return hashes if self.events.on else None
 
 

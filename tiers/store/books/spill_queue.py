@@ -261,9 +261,13 @@ class SpillQueue:
             from_end: see `SpillEntry`; False where they are to be of use to who starts next.
         """
         rows = rows[::-1]
-        numbers = self._index.keys(rows)[1]
-        for number in np.unique(numbers).tolist():
-            self.queue(self._space_of(number), rows[numbers == number], from_end=from_end)
+        numbers = self._index.keys(rows)[1].astype(np.int64)
+        # Sorted once: there may be thousands of adapters.
+        order = np.argsort(numbers, kind="stable")
+        rows, numbers = rows[order], numbers[order]
+        starts = np.flatnonzero(np.diff(numbers, prepend=-1))
+        for mine, number in zip(np.split(rows, starts[1:]), numbers[starts].tolist(), strict=False):
+            self.queue(self._space_of(number), mine, from_end=from_end)
 
     def used(self, space: KeySpace, rows: Rows) -> None:
         """Pages were used."""

@@ -38,7 +38,7 @@ class Owner:
         self._hot = {key(number) for number in hot}
         tier.on_drop = lambda digest, segment: self.dropped.append(segment)
         tier.on_moved = self._on_moved
-        tier.is_hot = lambda digest, hashes: np.array(
+        tier.is_hot = lambda digest, hashes, lora: np.array(
             [row.tobytes() in self._hot for row in hashes], np.bool_
         )
 
