@@ -44,6 +44,9 @@ from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup
 # Most requests per step that are looked up again because pages were stored or lost, and most pages
 # of these together. Many, as a stored page may be evicted before a request far back claims it.
 _FIND_AT_ONCE, _FIND_PAGES_AT_ONCE = 64, 4096
+# After so many plans, or plans of so many pages, others are left to the next step: when hundreds of
+# requests come at once, or their order changes.
+_PLANS_AT_ONCE, _PLAN_PAGES_AT_ONCE = 64, 8192
 # Prefetches under way at a time, and how long one may take.
 _MAX_PREFETCHES, _PREFETCH_S = 64, 60.0
 # Between two looks for requests that left the queue without a word.
@@ -497,13 +500,20 @@ class WaitingRoom:
         window = [self._by_number[number] for number in numbers]
         for waiting in window[1:]:
             waiting.was_first = False
+        num_plans = num_pages = 0
         for position, waiting in enumerate(window):
             if waiting.waits_no_more or (waiting.plan is None and not waiting.found.total):
                 continue
-            if waiting.plan is not None:
-                waiting.plan.priority = position
+            if num_plans >= _PLANS_AT_ONCE or num_pages >= _PLAN_PAGES_AT_ONCE:
+                self._next_try_s = self._now_s  # at the next step
+                return
+            before = waiting.plan
+            if before is not None:
+                before.priority = position
             if not self._complete(waiting, position, window):
                 return  # those behind must not take the room that this one needs
+            if waiting.plan is not before:
+                num_plans, num_pages = num_plans + 1, num_pages + waiting.num_asked
 
     def _complete(
         self, waiting: WaitingRequest, position: int, window: list[WaitingRequest]

@@ -44,6 +44,24 @@ def test_only_the_head_of_the_queue_has_plans_in_its_order() -> None:
     assert c.priority == 1
 
 
+def test_of_many_that_come_at_once_a_step_plans_for_those_in_front() -> None:
+    """The scheduler waits for it; the others have their turn in the next steps, in their order."""
+    handles = [str(number) for number in range(150)]
+    store = Store(fits=4 * len(handles), num_in_window=len(handles))
+    room, clock = make_room(store)
+    for handle in handles:
+        room.enter(handle, prefix())
+    planned: list[str] = []
+    while len(planned) < len(handles):
+        before = len(planned)
+        clock.now_s += 0.001
+        room.step(handles)
+        planned = [handle for handle in handles if plan_of(room, handle) is not None]
+        assert before < len(planned) <= before + len(handles) // 2
+        assert planned == handles[: len(planned)]
+    assert store.num_plans == len(handles)
+
+
 def test_the_store_is_told_of_an_order_only_when_it_does_not_follow_from_who_came_and_left() -> (
     None
 ):

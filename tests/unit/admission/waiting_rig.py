@@ -25,6 +25,7 @@ class Store:
 
     looks_ahead: bool = True
     fits: int = 8
+    num_in_window: int = 2
     found: TierCounts = field(default_factory=lambda: TierCounts(0, 4, 0))
     num_wanted_evicted: int = 0
     changed: list[Any] = field(default_factory=list)  # requests to be looked for again
@@ -75,7 +76,7 @@ class Store:
         self.requests = [*(request for request in order if request in self.requests), *rest]
 
     def window(self) -> list[Any]:
-        return self.requests[:2]
+        return self.requests[: self.num_in_window]
 
     def locate_prefix(self, *_: object) -> TierCounts:
         self.num_lookups += 1
