@@ -333,7 +333,9 @@ class TierEventRecorder(KVCacheEventRecorder):
                 if page is None:
                     continue
                 self._pending[key] = None
-                if page.home != number and (page.home < 0 or not self._store.is_open(page.home)):
+                if page.home == number or not self._store.is_open(number):
+                    continue  # in one that is closed by now it says nothing of where the page is
+                if page.home < 0 or not self._store.is_open(page.home):
                     page.home = number
 
     def _take_sightings(self) -> None:

@@ -352,6 +352,31 @@ def test_pages_of_a_known_adapter_are_looked_for_in_it_alone(
         world.close()
 
 
+def test_a_move_under_other_weights_says_nothing_of_where_a_page_is(tmp_path: Path) -> None:
+    """Nor where the page lies under the weights of now, and did not move since."""
+    world = World(tmp_path, 0)
+    hashes = hashes_of(world.key(5), PAGE)
+
+    def save_under(digest: bytes) -> None:
+        world.rig.store.end_epoch()
+        world.rig.store.open_namespace(digest, {})
+        world.rig.space = world.rig.store.space(digest)
+        world.rig.save(hashes, space=world.rig.space)
+        world.rig.settle()
+
+    try:
+        save_under(DIGEST)
+        world.take()
+        save_under(OTHER)
+        world.rig.store.end_epoch()
+        world.rig.space = world.rig.store.space(DIGEST)
+        world.compute(5)
+        world.check()
+        assert world.reader.prefix(list(world.key(5).token_ids), PAGE, {CPU}) == 4 * PAGE
+    finally:
+        world.close()
+
+
 def test_a_turn_takes_a_tenth_of_the_time_at_most(tmp_path: Path) -> None:
     """Steps that decode are short; what a turn leaves over is told in the next ones."""
     world, now_s, told = World(tmp_path, 1), 0.0, []

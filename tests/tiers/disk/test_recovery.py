@@ -346,6 +346,30 @@ def test_a_hole_is_not_read_however_long_it_is(open_tier: OpenTier, packed: bool
     assert tier.stats().errors == {}
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["slots", "packed"])
+def test_what_lies_between_holes_costs_no_more_than_it_is_long(
+    open_tier: OpenTier, packed: bool
+) -> None:
+    """Nor do blocks with holes between them make a start read what is not there."""
+    tier = open_tier()
+    tier.open_namespace(NAMESPACE, SLOT_BYTES, {}, packed=packed)
+    locations = store(tier, range(20))
+    (path,) = (tier._config.path / FOLDER).glob("*.hkv")
+    tier.close()
+    last = path.read_bytes()[locations[19].block * 4096 :][:SLOT_BYTES]
+    os.truncate(path, locations[19].block * 4096)
+    for number in range(1, 64):
+        overwrite(path, number * (8 << 20), b"x" * 4096)
+    far = 1 + (64 << 11)
+    overwrite(path, far * 4096, last)
+    disk = CountingDisk()
+    tier = open_tier(io=disk, max_bytes=64 << 30)
+    pages = tier.open_namespace(NAMESPACE, SLOT_BYTES, {}, packed=packed)
+    moved = Location(locations[19].segment, far)
+    assert found(pages) == {key(n): at for n, at in enumerate([*locations[:19], moved])}
+    assert disk.num_bytes < 16 << 20
+
+
 def test_a_hole_of_more_places_than_a_segment_has_ends_it(open_tier: OpenTier) -> None:
     locations, (path,) = write_and_leave(open_tier, range(20), sealed=True)
     stretch(path, locations[19].block * 4096, at=1 << 40)

@@ -358,7 +358,9 @@ def test_a_value_of_another_type_is_a_miss(open_: Open, clean_redis: RedisServer
     store.put(items)
     clean_redis.call("DEL", name(items[1]))
     clean_redis.call("RPUSH", name(items[1]), "a", "b")
-    assert read(store, items) == [OK, UNAVAILABLE, OK]
+    assert read(store, items) == [OK, REJECTED, OK]
+    assert store.put(items) == [KEPT, OK, KEPT]
+    assert read(store, items) == [OK] * 3
 
 
 def test_another_models_value_under_a_copied_name_is_a_miss(

@@ -539,20 +539,26 @@ def test_a_folder_that_vanishes_and_comes_back(open_: Open, tmp_path: Path) -> N
         store.close()
 
 
-def test_what_others_put_in_a_values_place_is_a_miss_alone(open_: Open, tmp_path: Path) -> None:
-    """Neither hangs a thread nor speaks against the folder."""
+def test_what_others_put_in_a_values_place_is_a_miss_alone(
+    open_: Open, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither hangs a thread, nor speaks against the folder, nor passes for what is stored."""
     store = open_()
-    items = make_items(range(5))
+    items, places = make_items(range(5)), []
     store.put(items)
     for item, make in zip(items[:3], (os.mkfifo, os.mkdir, _make_socket), strict=True):
         [path] = [p for p in _values(tmp_path) if item.key.page_hash.hex() in p.name]
         path.unlink()
         make(path)
+        places.append(path)
     for _ in range(20):
         assert read(store, items) == [MISSING] * 3 + [OK] * 2
     assert store.exists([item.key for item in items]) == [MISSING] * 3 + [OK] * 2
     assert store.usable
-    assert store.put(items) == [KEPT] * 5
+    assert store.put(items) == [UNAVAILABLE] * 3 + [KEPT] * 2
+    assert store.usable
+    (said,) = (record.message for record in caplog.records if "in the way" in record.message)
+    assert f"{places[0].parent}/" in said
 
 
 def _make_shut_folder(path: Path) -> None:

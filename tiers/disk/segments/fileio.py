@@ -63,6 +63,18 @@ class FileIO:
                 return offset
             raise
 
+    def next_hole(self, fd: int, offset: int) -> int | None:
+        """Returns where the file's bytes from `offset` on end, in a hole or at the file's end.
+
+        None where that is not told. Moves the file's own offset.
+        """
+        try:
+            return os.lseek(fd, offset, os.SEEK_HOLE)
+        except OSError as error:
+            if error.errno in (errno.ENXIO, errno.EINVAL, errno.EOPNOTSUPP):
+                return None
+            raise
+
     def allocate(self, fd: int, num_bytes: int) -> None:
         """Gives the file disk space for [0, num_bytes)."""
         os.posix_fallocate(fd, 0, num_bytes)

@@ -264,10 +264,13 @@ def _scan(
     )
     fd = io.open(path, os.O_RDONLY)
     try:
-        while _skip_hole(io, fd, table, stop_at_hole=stop_at_hole):
+        while (data := _skip_hole(io, fd, table, stop_at_hole=stop_at_hole)) is not None:
             first = table.end_block
-            num_blocks = read_all(io, fd, [buffer], first * BLOCK_BYTES) // BLOCK_BYTES
-            is_end = num_blocks * BLOCK_BYTES < buffer.size
+            wanted = buffer
+            if (hole := io.next_hole(fd, data)) is not None:  # where no record begins
+                wanted = buffer[: (-(-hole // BLOCK_BYTES) - first + slot_blocks) * BLOCK_BYTES]
+            num_blocks = read_all(io, fd, [wanted], first * BLOCK_BYTES) // BLOCK_BYTES
+            is_end = num_blocks * BLOCK_BYTES < wanted.size
             # What may reach beyond the buffer waits for the next one, which begins with it.
             stop = first + num_blocks - (1 if is_end and table.packed else slot_blocks)
             while table.end_block <= stop and len(table) < MAX_SLOTS:
@@ -286,25 +289,25 @@ def _scan(
     return begun
 
 
-def _skip_hole(io: FileIO, fd: int, table: SegmentTable, *, stop_at_hole: bool) -> bool:
+def _skip_hole(io: FileIO, fd: int, table: SegmentTable, *, stop_at_hole: bool) -> int | None:
     """Enters places that the file holds no bytes of, behind the last entry, without reading them.
 
     A file's length costs whoever makes it nothing, and must not decide how long a scan takes.
 
     Returns:
-        Whether to read on.
+        The offset of the next bytes; None where there is nothing more to read.
     """
     data = io.next_data(fd, table.end_block * BLOCK_BYTES)
     if data is None:
-        return False
+        return None
     place = 1 if table.packed else table.slot_blocks
     num_blocks = (data // BLOCK_BYTES - table.end_block) // place * place
     entry_blocks = MAX_RECORD_BLOCKS if table.packed else table.slot_blocks
     num_entries = -(-num_blocks // entry_blocks)
     if num_blocks and (stop_at_hole or len(table) + num_entries >= MAX_SLOTS):
-        return False
+        return None
     table.add_holes(num_blocks)
-    return True
+    return data
 
 
 def _begins_as_record(block: ByteArray) -> bool:

@@ -388,10 +388,14 @@ class FileEngine(RemoteEngine):
     def _write_once(self, value: Value, errand: CancellableTask[tuple[int, bool]]) -> bool:
         with (
             self._folders.folder_of(value.name, make=True) as (folder, file),
-            _strangers_told(str(self._root / value.name)),
+            _strangers_told(self._folders, value.name),
         ):
             status = None if value.replaces else _status(folder, file)
             if status is not None and not self._is_expired(status):
+                if not stat.S_ISREG(status.st_mode):  # nobody can read it as a value
+                    raise InTheWayError(
+                        errno.EEXIST, "it is no file", str(self._folders.path_of(value.name))
+                    )
                 return False
             temp = f"{TEMP_PREFIX}{self._writer_id}-{next(self._numbers)}"
             fd = self._folders.make_file(folder, temp)
@@ -467,7 +471,7 @@ def _absence_suppressed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _strangers_told(path: str) -> Iterator[None]:
+def _strangers_told(folders: ValueFolders, name: str) -> Iterator[None]:
     """Where a file cannot be written for what lies there; the folder itself may be all right.
 
     Raises:
@@ -478,6 +482,7 @@ def _strangers_told(path: str) -> Iterator[None]:
     except OSError as error:
         if error.errno not in STRANGE_ERRORS:
             raise
+        path = str(folders.path_of(name))
         raise InTheWayError(error.errno, error.strerror, path) from error
 
 

@@ -127,14 +127,17 @@ class ValueFolders:
             OSError: FileNotFoundError or NotADirectoryError where there is none.
             InTheWayError: one cannot be made.
         """
-        value, _, part = name.partition("/")
-        prefix, version, namespace, page, lora, level = value.split(":")
-        steps = (f"{prefix}-{version}", namespace, page[:2], page[2:4])
+        steps, file = _place_of(name)
         folder = self._open_steps(steps, make=make)
         try:
-            yield folder, f"{page}.{lora}.{level}{'+' if part else ''}{part}{_SUFFIX}"
+            yield folder, file
         finally:
             os.close(folder)
+
+    def path_of(self, name: str) -> Path:
+        """Where the file of a value, or of a part, lies: to be shown, not to be opened."""
+        steps, file = _place_of(name)
+        return self.root.joinpath(*steps, file)
 
     @contextlib.contextmanager
     def top(self) -> Iterator[int]:
@@ -231,6 +234,14 @@ class ValueFolders:
             os.close(below)
             raise
         return below
+
+
+def _place_of(name: str) -> tuple[tuple[str, ...], str]:
+    """The folders in which a value lies, or a part, and the name of its file there."""
+    value, _, part = name.partition("/")
+    prefix, version, namespace, page, lora, level = value.split(":")
+    steps = (f"{prefix}-{version}", namespace, page[:2], page[2:4])
+    return steps, f"{page}.{lora}.{level}{'+' if part else ''}{part}{_SUFFIX}"
 
 
 def _remove_empty(folder: int, depth: int, before_s: float, is_over: Callable[[], bool]) -> None:
