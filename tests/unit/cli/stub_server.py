@@ -14,6 +14,13 @@ class QuietHandler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: Any) -> None: ...
 
+    def answer(self, status: int, body: bytes) -> None:
+        """Answers the request in hand."""
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
 
 @contextmanager
 def serving(handler: type[QuietHandler]) -> Iterator[str]:

@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -66,16 +65,11 @@ def url() -> Iterator[str]:
     """Of something that answers as a server does."""
 
     class Handler(QuietHandler):
-        def answer(self, said: Any) -> None:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(said).encode())
-
         def do_GET(self) -> None:
-            self.answer(STATE)
+            self.answer(200, json.dumps(STATE).encode())
 
         def do_POST(self) -> None:
-            self.answer(STEERED)
+            self.answer(200, json.dumps(STEERED).encode())
 
     with serving(Handler) as url:
         yield url

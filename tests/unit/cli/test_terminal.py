@@ -59,10 +59,7 @@ def url() -> Iterator[str]:
             if "text" in self.path:
                 is_refused, said = True, None
             body = NASTY.encode("utf-8", "replace") if said is None else json.dumps(said).encode()
-            self.send_response(500 if is_refused else 200)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(500 if is_refused else 200, body)
 
         do_POST = do_GET
 

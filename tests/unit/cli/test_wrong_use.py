@@ -35,11 +35,7 @@ def url() -> Iterator[str]:
     class Handler(QuietHandler):
         def do_GET(self) -> None:
             self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, body = ANSWERS[self.path.split("/")[1]]
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+            self.answer(*ANSWERS[self.path.split("/")[1]])
 
         do_POST = do_GET
 
