@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
@@ -16,7 +15,7 @@ from sglang_ext.tiers.remote.engines.resp import Connection, Login
 from tests.tiers.remote.remote_cases import WAIT_S, open_store, until
 
 NAME = "hangs.invalid"
-LATE_S = 20.0
+LATE_S = 600.0  # a lookup ends no sooner by itself
 
 
 @pytest.fixture
@@ -46,24 +45,26 @@ def _connect(host: str, port: int, timeout_s: float) -> Connection:
 
 
 def test_a_name_that_is_not_found_in_time_costs_the_calls_time(hung: list[str]) -> None:
-    began_s = time.monotonic()
     with pytest.raises(RemoteTimeoutError, match=rf"{NAME} was not looked up in time"):
         _connect(NAME, 6379, 0.2)
-    assert hung == [NAME]
-    assert time.monotonic() - began_s < LATE_S / 2
+    assert until(lambda: hung == [NAME])
+    assert _lookups() == 1  # it goes on
 
 
 def test_lookups_that_hang_are_bounded(hung: list[str]) -> None:
-    for _ in range(40):
+    num_more = 10
+    while num_more:
+        num_more -= _lookups() == 16
         with pytest.raises(RemoteTimeoutError, match="looked up"):
             _connect(NAME, 6379, 0.02)
-    assert _lookups() == len(hung) == 16
+    assert until(lambda: len(hung) == 16)
+    assert _lookups() == 16
     # An address has no name to be looked up, so it waits for none of them.
     with (
         closing(socket.create_server(("127.0.0.1", 0))) as listening,
         pytest.raises(RemoteTimeoutError, match="too long to answer"),
     ):
-        _connect("127.0.0.1", listening.getsockname()[1], 0.2)
+        _connect("127.0.0.1", listening.getsockname()[1], 1.0)
 
 
 @pytest.mark.usefixtures("hung")
@@ -105,10 +106,19 @@ def test_all_addresses_of_a_name_are_tried_within_one_deadline(
         kind = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
         found = [(*kind, full.getsockname())] * 3 + [(*kind, good.getsockname())]
         monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-        began_s = time.monotonic()
-        with pytest.raises(RemoteTimeoutError, match="too long to answer"):
+        given_s: list[float] = []
+
+        class Timed(socket.socket):
+            def settimeout(self, value: float | None, /) -> None:
+                given_s.append(value or 0.0)
+                super().settimeout(value)
+
+        good.settimeout(WAIT_S)
+        monkeypatch.setattr(socket, "socket", Timed)
+        with pytest.raises(RemoteTimeoutError):
             _connect("several", 6379, 2.0)  # good takes the connection, and says nothing
-        assert time.monotonic() - began_s < 6.0
+        monkeypatch.undo()
+        assert sum(given_s[: len(found)]) <= 2.0
         peer, _ = good.accept()
         peer.close()
         for each in extra:
