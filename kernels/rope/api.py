@@ -1,4 +1,7 @@
-"""Shape checks and dispatch: CPU pools to the numba kernels, CUDA pools to the Triton ones."""
+"""Shape checks and dispatch: CPU pools to the numba kernels, CUDA pools to the Triton ones.
+
+A server whose pool is on a GPU has its transfers call `gpu.py` itself.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Saving and loading K and V on the CPU: one pass over the rows, on one core, without the GIL.
 
 Arrays are flat and every index is uint64: numba then neither wraps negative indices nor makes
-slices, and the row loops vectorise.  `layout` arrays carry the geometry (see `pack_layout`).
+slices, and the row loops vectorise.  `layout` arrays carry the geometry (`_layout` in `api.py`).
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ def save_to_pages(
 ) -> None:
     """As `tail_lists.save_to_pages`, of what lies on the device; two launches, nobody waits.
 
-    Every byte of `tail_lists.wrong` and `misses` that is read was written by this call.
+    Every byte of `listing.wrong` and `listing.misses` that is read was written by this call.
     """
     wrong, misses = listing.wrong, listing.misses.view(torch.int32)
     _save(pool, rows, positions, spec, out, wrong, misses)

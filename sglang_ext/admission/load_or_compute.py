@@ -14,8 +14,8 @@ decides again when the remote store has answered;
 turn whether to go on waiting. What the decisions rest on comes from the page store (where pages
 lie), its read meter (what is queued), and `CostModel` (how fast everything is).
 
-`DramChoice` decides when it runs, of the pages that are in DRAM by then, and also where there is
-neither a disk nor a remote store.
+`DramChoice` decides when a request is to run, of the pages that are in DRAM by then, and also where
+there is neither a disk nor a remote store.
 
 Scheduler's thread only. A call of `enter` or `learn` looks up the request's pages once, and so does
 `num_pages` where it judges anew. `should_hold` is O(1), except where it first holds a request and

@@ -303,7 +303,7 @@ class WaitingRoom:
         waiting.waits_no_more = waiting.had_turn = waiting.late = True
         return True
 
-    # ---- with several ranks, which decide together (`promises.py`) ----
+    # ---- with several ranks, which decide together (`ranks/promises.py`) ----
 
     def readiness(self, handle: Hashable) -> Readiness:
         """What this rank alone thinks of holding a request. O(1).

@@ -189,7 +189,8 @@ def _make_cache_parts(ctx: Any, config: HierKVConfig, place: RankPlace, cache: A
     remote_codec = build_remote_codec(*of_pages, num_drafts, has_states=has_states)
     cost = CostModel(config.prefetch_timeout_ms / 1e3)
     feeds = CostFeeds(cost, layout.kv_bytes, StoreCounters())
-    # Of hybrids, an index, and drafts without a lossy codec only what moves is anything but exact.
+    # A stored page of a hybrid, of a model with an index, or behind a draft without a lossy codec
+    # is exact, unless it is loaded at another position.
     # With prefill and decode servers no lossy codec was tried.
     has_moved = is_hybrid and all(rope.movable for rope in ropes)
     is_disaggregating = is_disaggregated(ctx.server_args.disaggregation_mode)

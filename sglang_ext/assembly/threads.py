@@ -16,7 +16,7 @@ class PluginThread(NamedTuple):
     Attributes:
         names: as Python has them; `*` stands for a number or a suffix.
         runs_in: the file that starts it, or holds what it runs.
-        may_wait_for: all that it may wait for, but work.
+        may_wait_for: everything that it may block on, apart from waiting for work.
         only_with: where it runs; "" for every server.
         is_daemon: whether the process may end while it works.
     """

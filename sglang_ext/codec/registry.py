@@ -1,9 +1,10 @@
 """The codecs by id. A codec's module is imported only when the codec is asked for.
 
-A new one is a subclass of `Codec` (`base.py`; the smallest are `none.py` and `zstd.py`) and its
-line here, or the entry point of another package (`sglang_ext/registry.py`). One that comes with the
-plugin is named in the help of `--hier-kv-codec`, too (`settings/config.py`), and has a golden
-stream (`tests/unit/codec/golden_chunks.py`).
+A new one is a subclass of `Codec` (`base.py`), or, where it has one level, of `OneLevelCodec`
+(`one_level.py`; `none.py` and `zstd.py` are the smallest), and its line here, or the entry point of
+another package (`sglang_ext/registry.py`). One that comes with the plugin is named in the help of
+`--hier-kv-codec`, too (`settings/config.py`), and has a golden stream
+(`tests/unit/codec/golden_chunks.py`).
 """
 
 from __future__ import annotations

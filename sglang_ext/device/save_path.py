@@ -1,5 +1,7 @@
 """The way from the device pool to DRAM, written once for every device.
 
+`save_thread.py` runs it; from DRAM to disk pages go by `tiers/store/movers/spiller.py`.
+
 On a CPU the copier writes pages where they lie. A device with memory of its own has two streams. On
 one, kernels lay pages out as they will lie in DRAM, some layers of some pages at a time, in a ring
 of buffers: K without its rotation, V, and a tail of those K values whose rotation could not be
@@ -126,7 +128,7 @@ class SavePath:
     def saving(self, events: list[Any]) -> Iterator[None]:
         """Context in which pages are saved; when it ends, however it does, nothing is on its way.
 
-        Slots are published behind it, or given to others where the save failed.
+        Only then may the caller publish the slots, or give them to others if the save failed.
 
         Args:
             events: after which the rows are complete on the device.

@@ -11,6 +11,7 @@ from typing import Any
 from sglang_ext.tiers.base import (
     Enter,
     Location,
+    OwnerCallbacks,
     PageKeeper,
     ReadRequest,
     RecordCopy,
@@ -18,7 +19,7 @@ from sglang_ext.tiers.base import (
     Tier,
 )
 from sglang_ext.tiers.disk.counters import DiskStats
-from sglang_ext.tiers.disk.disk_context import OwnerCallbacks, usable_slot
+from sglang_ext.tiers.disk.disk_context import usable_slot
 from sglang_ext.tiers.disk.tier import DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.checks import seal, verify

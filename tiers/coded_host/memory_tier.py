@@ -22,6 +22,7 @@ from sglang_ext.tiers.base import (
     BLOCK_BYTES,
     Enter,
     Location,
+    OwnerCallbacks,
     PageKeeper,
     ReadRequest,
     RecoveredPages,
@@ -30,7 +31,7 @@ from sglang_ext.tiers.base import (
     record_blocks,
 )
 from sglang_ext.tiers.disk.counters import Counters, DiskStats
-from sglang_ext.tiers.disk.disk_context import OwnerCallbacks, usable_slot
+from sglang_ext.tiers.disk.disk_context import usable_slot
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.checks import seal, verify

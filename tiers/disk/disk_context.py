@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from sglang_ext.tiers.base import BLOCK_BYTES, CopyKeeper, PageKeeper, RecoveredPages
+from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.config import DiskConfig
 from sglang_ext.tiers.disk.counters import Counters
 from sglang_ext.tiers.disk.segments.catalog import Catalog
@@ -36,39 +36,6 @@ MIN_RUN_BYTES = 1 << 20
 
 There the run is still in the core's cache when its checksums are taken (docs/formats.md).
 """
-
-
-class OwnerCallbacks:
-    """Callbacks that whoever owns the tier sets on it; called by the writing thread, lock held.
-
-    Attributes:
-        on_drop: called with (namespace digest, segment id) before that segment is removed: every
-            location in it is about to become a miss.
-        on_moved: called with (namespace digest, old segment id, pages) after hot pages were
-            copied out of a segment and before its `on_drop`; `pages` says where they lie now.
-        is_hot: called with (namespace digest, hashes u8 [N, 32], adapters u8 [N, 32], zeros for
-            none); returns u8 or bool [N], above 0 for the pages worth salvaging from a segment
-            about to be dropped, those with the highest values first.
-        num_needed: called with a segment id; returns how many pages in it will be read soon. Of
-            the oldest segments the one with the fewest is dropped.
-        keeper: says which records are pages and which of them to give up, so that room is made
-            page by page, in place; None: whole segments go.
-        copy_keeper: says which records to have in DRAM as well, where the tier has some there;
-            None: those that were used last. Any thread calls it.
-    """
-
-    keeper: PageKeeper | None = None
-    copy_keeper: CopyKeeper | None = None
-
-    def __init__(self) -> None:
-        self.on_drop: Callable[[bytes, int], None] = lambda digest, segment_id: None
-        self.on_moved: Callable[[bytes, int, RecoveredPages], None]
-        self.on_moved = lambda digest, segment_id, pages: None
-        self.is_hot: Callable[
-            [bytes, ByteArray, ByteArray], np.ndarray[tuple[int], np.dtype[np.uint8 | np.bool_]]
-        ]
-        self.is_hot = lambda digest, hashes, lora: np.zeros(len(hashes), np.bool_)
-        self.num_needed: Callable[[int], int] = lambda segment_id: 0
 
 
 @dataclass(slots=True)

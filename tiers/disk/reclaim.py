@@ -20,8 +20,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.base import BLOCK_BYTES, RecoveredPages
-from sglang_ext.tiers.disk.disk_context import DiskContext, OwnerCallbacks
+from sglang_ext.tiers.base import BLOCK_BYTES, OwnerCallbacks, RecoveredPages
+from sglang_ext.tiers.disk.disk_context import DiskContext
 from sglang_ext.tiers.disk.segments.active import ActiveSegment
 from sglang_ext.tiers.disk.segments.catalog import Namespace, Segment
 from sglang_ext.tiers.disk.segments.fileio import aligned_array

@@ -14,6 +14,7 @@ from sglang_ext.tiers.base import (
     MAX_RECORD_BLOCKS,
     Enter,
     Location,
+    OwnerCallbacks,
     ReadRequest,
     RecoveredPages,
     Tier,
@@ -21,7 +22,7 @@ from sglang_ext.tiers.base import (
 )
 from sglang_ext.tiers.disk.config import DiskConfig
 from sglang_ext.tiers.disk.counters import Counters, DiskStats
-from sglang_ext.tiers.disk.disk_context import DiskContext, OwnerCallbacks
+from sglang_ext.tiers.disk.disk_context import DiskContext
 from sglang_ext.tiers.disk.folder import (
     FolderLock,
     NamespaceFile,

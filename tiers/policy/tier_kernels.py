@@ -34,7 +34,7 @@ from sglang_ext.tiers.policy.page_kernels import (
 ABSENT, LISTED, PARKED = 0, 1, 2
 COUNT, PINS = 0, 1
 _UNSEEN, _STALE, _KNOWN = 0, 1, 2  # what is known of the page that a list would give up next
-_STEPS_A_PAGE = 64  # to their places among those that came before them, of all that enter at once
+_STEPS_A_PAGE = 64  # along a list, to find a page's place by its age; all that enter share them
 _PARKED_A_CALL = 256  # pages of each class, in one call
 
 
@@ -147,9 +147,8 @@ def _place_by_age(lists: Any, pages: Any, row: int, home: int, steps: Any) -> An
     among_younger: Any = stamps[young_end] > stamps[row]
     before = young_end
     if mark != NONE and lists.state[mark] == LISTED and lists.home[mark] == home:
-        behind_mark = lists.next[
-            mark
-        ]  # the young end itself may be one that is too old for its place
+        # The young end itself may be one that is too old for its place.
+        behind_mark = lists.next[mark]
         among_younger |= stamps[mark] > stamps[row]
         among_younger |= behind_mark != NONE and stamps[behind_mark] > stamps[row]
         before = mark
@@ -488,7 +487,7 @@ def evict_unwanted(
 def evict_wanted(
     lists: Any, pages: Any, needs: Any, slots: Any, bit: int, young: bool, may_give: Any, out: Any
 ) -> Any:
-    """Takes out pages that `slots` need and nobody before them; the last of `slots` first.
+    """Takes out pages that no request before these needs; those of the last request first.
 
     Args:
         lists: The tier's columns.

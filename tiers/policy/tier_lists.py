@@ -1,4 +1,7 @@
-"""Eviction from one tier: which page leaves, at a cost that does not grow with what is stored."""
+"""Eviction from one tier: which page leaves, at a cost that does not grow with what is stored.
+
+The choice itself is made in `tier_kernels.py` (`evict_unwanted`, then `evict_wanted`).
+"""
 
 from __future__ import annotations
 
@@ -114,9 +117,9 @@ class TierLists:
         kernels.hold_where(self._lists, rows, stay, self._young)
 
     def spare_where(self, rows: Rows, spare: npt.NDArray[np.bool_]) -> None:
-        """Sets for each page whether who waits for it gets it from elsewhere.
+        """Sets for each page whether a request that waits for it can have it from another tier.
 
-        Then it leaves as if nobody waited for it. What enters keeps what was set last.
+        Then it leaves as if nobody waited for it. A page that enters again keeps what was set last.
         """
         kernels.spare_where(self._lists, rows, spare, self._young)
 

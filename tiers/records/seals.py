@@ -107,7 +107,7 @@ class RecordSeals(abc.ABC):
 
     @abc.abstractmethod
     def open_any(self, slot: ByteArray, namespace: bytes) -> tuple[RecordMeta, int] | None:
-        """What the intact record of a namespace that a slot begins with says, and payload_bytes.
+        """What the intact record at a slot's start says, if of this namespace, and payload_bytes.
 
         None where there is none. The slot stays as it is.
         """

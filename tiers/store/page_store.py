@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.base import RecoveredPages, Tier
-from sglang_ext.tiers.disk.disk_context import OwnerCallbacks
+from sglang_ext.tiers.base import OwnerCallbacks, RecoveredPages, Tier
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig

@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.tiers.base import RecoveredPages
-from sglang_ext.tiers.disk.disk_context import OwnerCallbacks
+from sglang_ext.tiers.base import OwnerCallbacks, RecoveredPages
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.store import KeySpace
 from sglang_ext.tiers.store.types import ON_DISK, READY

@@ -1,4 +1,9 @@
-"""Reading records: neighbours in one call, each verified before it counts."""
+"""Reading records: neighbours in one call, each verified before it counts.
+
+That is one of two checks: a record must be whole and of its full key (`records/checks.py`, behind
+`DiskContext.seals`). What it holds must then be a page of the model that is loaded: `PageDecoder`
+(`store/disk_coding.py`) asks `PageRules` (`records/page_rules.py`) before the page is ready.
+"""
 
 from __future__ import annotations
 

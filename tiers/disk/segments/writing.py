@@ -1,4 +1,7 @@
-"""Writing records: the thread-safe front of active segments and reclaim."""
+"""Writing records: the thread-safe front of active segments and reclaim.
+
+It chooses segments and makes room; `active.py` writes the bytes.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,9 @@ import errno
 import threading
 from collections.abc import Sequence
 
-from sglang_ext.tiers.base import BLOCK_BYTES, Location
+from sglang_ext.tiers.base import BLOCK_BYTES, Location, OwnerCallbacks
 from sglang_ext.tiers.disk.config import MIN_SLOTS
-from sglang_ext.tiers.disk.disk_context import DiskContext, OwnerCallbacks, usable_slot
+from sglang_ext.tiers.disk.disk_context import DiskContext, usable_slot
 from sglang_ext.tiers.disk.folder import SegmentIds
 from sglang_ext.tiers.disk.reclaim import SALVAGE_SHARE, SegmentReclaimer
 from sglang_ext.tiers.disk.reused_segments import Reuser

@@ -38,8 +38,8 @@ class DramOrder:
         disk_first: a page may leave only when the disk has it, or did not take it.
 
     Attributes:
-        disk_first: as given; the owner sets it to false while every page that the disk still must
-            get is on its way there, and held by that.
+        disk_first: as given; the owner sets it to false while every page that is not on disk is
+            queued for it or being written: those are held anyway.
     """
 
     def __init__(
