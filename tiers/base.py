@@ -4,8 +4,8 @@ A tier moves bytes. It sees slots (one record each, `sglang_ext.tiers.records.re
 tensors. The index from page to location is its owner's.
 
 A new one is a subclass of `Tier` that calls its owner back (`OwnerCallbacks`), a name in
-`RecordTier` (`coded_host/__init__.py`) and a case where `sglang_ext/assembly/factory.py` makes it
-(`_record_tier`). `coded_host/memory_tier.py` is the smallest.
+`RecordTier` (`coded_host/__init__.py`) and a case in `_record_tier`, where
+`sglang_ext/assembly/parts/store.py` makes it. `coded_host/memory_tier.py` is the smallest.
 `tests/tiers/test_tier_conformance.py` is run on each.
 """
 

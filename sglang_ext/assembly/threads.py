@@ -128,7 +128,7 @@ THREADS: Final = (
         is_daemon=False,
     ),
     PluginThread(
-        ("hier-kv-prefault",), "assembly/factory.py", "page faults of the arena; ends by itself"
+        ("hier-kv-prefault",), "assembly/parts/store.py", "page faults of the arena; ends by itself"
     ),
     PluginThread(("hier-kv-event-log",), "tiers/store/events.py", "the log's file", "an event log"),
     PluginThread(

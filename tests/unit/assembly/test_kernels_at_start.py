@@ -13,7 +13,7 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
-from sglang_ext.assembly import factory  # noqa: E402
+from sglang_ext.assembly.parts.kernel_choice import choose_kernels  # noqa: E402
 from sglang_ext.device.rope_discovery import LayerRope  # noqa: E402
 from sglang_ext.kernels.rope import RopeSpec, gpu  # noqa: E402
 
@@ -45,7 +45,7 @@ def test_on_cuda_the_kernels_of_every_kind_of_layer_are_compiled_at_start(
     pools: Any = SimpleNamespace(full=pool, window_parts=lambda: [window])
     config: Any = SimpleNamespace(kernels="auto")
     of_window = [LayerRope(None, True), LayerRope(None, True)]
-    assert factory._kernels(config, pools, [ropes, of_window], 64) is gpu
+    assert choose_kernels(config, pools, [ropes, of_window], 64) is gpu
     kinds = [(shape, one), (shape, other), (shape, None), ((8, 1, 12), None)]
     floats = [(torch.float32, *kind, 64) for kind in kinds]
     assert asked == [*floats, (torch.int32, shape, None, 64)]

@@ -17,7 +17,7 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
-from sglang_ext.assembly.factory import _fixed_facts  # noqa: E402
+from sglang_ext.assembly.parts.identity import fixed_facts  # noqa: E402
 from sglang_ext.device.pools import DevicePool, HybridPools  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
 from sglang_ext.identity.namespace import namespace_digest  # noqa: E402
@@ -65,7 +65,7 @@ def name_of(server: Server, place: RankPlace = ALONE) -> bytes:
             hf_config=SimpleNamespace(to_dict=lambda: {"text_config": text})
         ),
     )
-    return namespace_digest(_fixed_facts(ctx, pools, place, snapshots, alike=False))
+    return namespace_digest(fixed_facts(ctx, pools, place, snapshots, alike=False))
 
 
 def ranks_of(tp_size: int, attn_dp_size: int) -> Iterator[RankPlace]:

@@ -20,7 +20,7 @@ inprocess.prepare()
 from bench.policies.replay import Replay  # noqa: E402
 from bench.policies.workloads.bundled import BUNDLED  # noqa: E402
 from sglang_ext.admission.cost_feeds import CostFeeds  # noqa: E402
-from sglang_ext.assembly.factory import _build_store  # noqa: E402
+from sglang_ext.assembly.parts.store import build_store  # noqa: E402
 from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.settings.config import GIB, HierKVConfig  # noqa: E402
 from sglang_ext.simulator.trace import read_trace  # noqa: E402
@@ -128,7 +128,7 @@ def _as_served(folder: Path, write_policy: str, feeds: CostFeeds) -> tuple[PageS
     )  # fmt: skip
     layout = PageLayout(1, (1024,), (1024,), 2, is_bound=True)
     assert layout.slot_bytes == SLOT_BYTES
-    store, disk = _build_store(
+    store, disk = build_store(
         config, layout, None, feeds, None, AnyPage(), EVERY_PAGE, None, is_hybrid=False,
         num_ranks=1,
     )  # fmt: skip
@@ -140,7 +140,7 @@ def _as_served(folder: Path, write_policy: str, feeds: CostFeeds) -> tuple[PageS
 def test_simulator_and_server_decide_by_the_same_functions(
     tmp_path: Path, write_policy: str
 ) -> None:
-    """The same requests through the store that `assembly/factory.py` builds.
+    """The same requests through the store that `assembly/parts/store.py` builds.
 
     The cache around it wants a device with a model; who asks the store here is in both the same.
     """
