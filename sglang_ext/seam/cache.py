@@ -703,6 +703,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.session_turns.end(req)
         claimed = bool(super().claim_kv_row(req))
         self.session_turns.keep_busy(req)
+        if claimed:
+            self.session_turns.give_up_unread(req)
         return claimed
 
     def load_queued(self, req: Any, *, loaded: bool) -> None:
