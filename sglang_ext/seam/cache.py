@@ -703,6 +703,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.session_turns.end(req)
         claimed = bool(super().claim_kv_row(req))
         self.session_turns.keep_busy(req)
+        if claimed:
+            self.session_turns.give_up_unread(req)
         return claimed
 
     def load_queued(self, req: Any, *, loaded: bool) -> None:
@@ -797,6 +799,16 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.store.counters.add("waits_for_saved_states")
             self.quiesce()
         return super().evict_for_alloc(params, **kwargs)
+
+    def before_retraction(self) -> None:
+        """SGLang lacks rows for a decode step: what waits to be saved is saved first.
+
+        It is locked until then. So taking a request off the device would not free it, and SGLang
+        would go on until it aborts the last one.
+        """
+        if self.linker.pending_offloads:
+            self.store.counters.add("waits_for_saved_pages")
+            self.quiesce()
 
     def quiesce(self) -> None:
         """Waits for pending saves and takes their results, so that SGLang may flush or update."""

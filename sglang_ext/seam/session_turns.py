@@ -85,6 +85,16 @@ class SessionTurns:
         if session is not None and session.streaming and not req.finished():
             session._inflight = True
 
+    def give_up_unread(self, req: Any) -> None:
+        """Its session keeps no rows of a turn whose load failed: in some is what others left there.
+
+        SGLang ends such a turn with an error, and the session with it gives up what it has. One
+        that was retracted before is not ended yet, and never is if its client aborts it where it
+        waits.
+        """
+        if req.discard_output_reason is not None:
+            self._sessions.release_session(req.session.session_id)
+
 
 def part_from_another_turn(scheduler: Any, req: Any) -> None:
     """Takes a turn out of its session as it is made, while another turn waits or runs there.

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 BACKEND = "hier_kv"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _REQUEST = "sglang.srt.managers.schedule_batch.Req"
+_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 _OUT_OF_PLACE = "The prompt has tokens in it that stand for images where none of its images is."
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 
@@ -60,6 +61,7 @@ def register_scheduler_hooks(
     request_observers.add(_part_from_another_turn)
     request_observers.add(_made)
     hook(f"{_REQUEST}.extend_image_inputs", _after_images)
+    hook(f"{_BATCH}.retract_decode", _before_retraction, "before")
     hook(f"{_SCHEDULER}.run_batch", _before_run_batch, "before")
     hook(f"{_SCHEDULER}.run_batch", _after_run_batch)
     hook(f"{_SCHEDULER}.process_batch_result", _after_process_batch_result)
@@ -138,6 +140,11 @@ def _after_images(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
         cache.media.arrived(self)
         if not cache.media.placeholders_match(self):
             self.set_finish_with_abort(_OUT_OF_PLACE)
+
+
+def _before_retraction(self: Any, *args: Any, **kwargs: Any) -> None:
+    if isinstance(self.tree_cache, HierKVRadixCache):
+        self.tree_cache.before_retraction()
 
 
 def _before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

@@ -21,6 +21,7 @@ inprocess.prepare()
 
 from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
 from sglang.srt.mem_cache import unified_radix_cache  # noqa: E402
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams  # noqa: E402
 from sglang.srt.session.streaming_session import is_virtual_node  # noqa: E402
 
 from sglang_ext.device.transfers import hashes_from_hex  # noqa: E402
@@ -436,6 +437,39 @@ def test_a_session_is_busy_until_its_turn_ends(make: Make, ends: bool) -> None:
     world.running.remove(req)
     assert world.cache.claim_kv_row(req)
     assert session._inflight is not ends
+
+
+def test_a_session_keeps_nothing_of_a_turn_whose_load_failed(make: Make) -> None:
+    """Retracted before the result of its forward is used, and aborted by its client while it waits.
+
+    Its rows are what others left there, and the next turn would go on from them.
+    """
+    world = make(device_pages=64, lossy=False)
+    world.run([*DOCUMENT, 7])
+    world.run([*QUESTION, 7])
+    world.settle()
+    world._do_flush()
+    world.run([*QUESTION, 7])  # whose rows the turn will have
+    world.settle()
+    world._do_flush()
+
+    def fail(*args: Any) -> None:
+        raise RuntimeError("the device failed")
+
+    retracted: list[Request] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world.cache.hier_linker.copier, "load_layer", fail)
+        patch.setattr(world, "abort", retracted.append)
+        first = begin_turn(world, [*DOCUMENT, 7])
+    assert retracted == [first]
+    assert first.discard_output_reason is not None
+    assert world.cache.claim_kv_row(first)
+    first.session.abort_req()  # type: ignore[attr-defined]
+    take_turn(world, [*DOCUMENT, 8])  # the world looks at the rows that it attends to
+    world.cache.release_session("s")
+    world.settle()
+    world.cache.evict(EvictParams(num_tokens=world.allocator.size))
+    assert world.allocator.available_size() == world.allocator.size, "rows are lost"
 
 
 def test_real_sessions(make: Make) -> None:
