@@ -40,7 +40,7 @@ def check_kernels(device: torch.device, share: slice = slice(None)) -> int:
 
 
 def check_in_processes(count: int) -> int:
-    """The same on the first device, each process a share: compiling alone takes 3 s of a core a case.
+    """The same on the first device, a share each: compiling takes 3 s of a core a case.
 
     Raises:
         CaseFailedError: as `check_kernels`, or a process ended otherwise.

@@ -4,7 +4,7 @@ Such a machine has Python 3.12, torch, triton, transformers and numba, and need 
 nor a network. In the kit are the benches of this tree at its commit, the plugin's wheel, SGLang's
 without what a dense model does not need, and the wheels that both need. `run.sh` in it says what is
 missing, checks the kernels, measures the copies, and starts servers: plain SGLang, the plugin, and
-SGLang's own hierarchical cache. It leaves `gpu.json`, and the servers' logs, in the folder of `--out`.
+SGLang's own hierarchical cache. `gpu.json` and the servers' logs are left in the folder of `--out`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from bench.core.case import ROOT, commit_header
 from bench.gpu import wheels
 
-# Where machines are reached by sending them a copy of the tree, it and the kit have 64 MiB together.
+# Where a machine is sent a copy of the tree, too, that and the kit have 64 MiB together.
 MOST_BYTES = 38 << 20
 # The benches, what starts servers for them, and the tokenizer of their models, whose weights are
 # random: those of the bundled model are as large as SGLang's wheel.

@@ -141,6 +141,17 @@ def test_sglangs_wheel_without_what_a_dense_model_does_not_need(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == [wheel.name]
 
 
+def test_zstandards_wheel_without_what_cpython_does_not_load(tmp_path: Path) -> None:
+    kept = ["zstandard/backend_c.cpython-312-x86_64-linux-gnu.so", "zstandard/backend_cffi.py"]
+    wheel = tmp_path / "zstandard-1-cp312-cp312-linux_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as whole:
+        for name in (*kept, "zstandard/_cffi.cpython-312-x86_64-linux-gnu.so"):
+            whole.writestr(name, name)
+    wheels.cut(wheel)
+    with zipfile.ZipFile(wheel) as left:
+        assert left.namelist() == kept
+
+
 def test_stand_ins_do_not_hide_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     real = {name: importlib.util.find_spec(name) is not None for name in ("IPython", "sgl_kernel")}
