@@ -144,28 +144,29 @@ def _each_in_a_process(
 
     CUDA's errors stay with a process, and what a part found so far is in the file.
     """
+    parts = [part for part in _PARTS if part in flags.parts]
+    for part in parts:
+        result.pop(part, None)  # what it found before is another run's
     _write(flags.out, result)
     failed = False
-    for part in (part for part in _PARTS if part in flags.parts):
-        reason = f"missing for servers: {why_no_servers}" if part == "servers" else ""
-        if not why_no_servers or not reason:
-            left_s = max(until_s - time.monotonic(), 1.0)
-            is_over = _in_a_process(part, flags, left_s)
-            failed |= is_over != ""
-            if is_over in ("", "failed"):  # which is in the file
-                continue
-            reason = is_over
-        failed = True
-        print(f"failed: {part}: {reason}", flush=True)
+    for part in parts:
+        if part == "servers" and why_no_servers:
+            ended = f"missing for servers: {why_no_servers}"
+        else:
+            ended = _in_a_process(part, flags, max(until_s - time.monotonic(), 1.0))
         result = _earlier(flags.out, result["commit"])
+        failed |= ended != ""
+        if not ended or "failed" in result.get(part, {}):  # why is in the file
+            continue
+        print(f"failed: {part}: {ended}", flush=True)
         so_far = result.get(part, {}).get("so_far")
-        result[part] = {"failed": reason, **({"so_far": so_far} if so_far else {})}
+        result[part] = {"failed": ended, **({"so_far": so_far} if so_far else {})}
         _write(flags.out, result)
     return int(failed)
 
 
 def _in_a_process(part: str, flags: argparse.Namespace, left_s: float) -> str:
-    """Empty where a part went well, "failed" where it says itself why not, or how it ended."""
+    """Empty where a part went well, else how its process ended."""
     limit_s = min(left_s, _LONGEST_S.get(part, left_s))
     command = [sys.executable, "-u", "-m", "bench.gpu.kit_run", "--checked", "--parts", part]
     command += ["--out", str(flags.out), "--minutes", str(left_s / 60)]
@@ -180,7 +181,7 @@ def _in_a_process(part: str, flags: argparse.Namespace, left_s: float) -> str:
         if process.returncode is None:  # it, and what it started; servers see to themselves
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-    return {0: "", 1: "failed"}.get(code, f"its process ended with {code}")
+    return f"its process ended with {code}" if code else ""
 
 
 @dataclass(frozen=True)

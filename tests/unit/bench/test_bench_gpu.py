@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from bench.core.case import ALLOW_DIRTY, CaseFailedError, Options
+from bench.core.case import ALLOW_DIRTY, ROOT, CaseFailedError, Options
 from bench.core.output import Progress
 from bench.gpu import codec_kernels, kernels, kit, kit_run, servers, wheels
 from bench.gpu.case import SELFTEST, device_or_none, measure_copies
@@ -273,16 +273,19 @@ if "kernels" in sys.orig_argv and "--checked" in sys.orig_argv:
     [
         ("os.kill(os.getpid(), signal.SIGSEGV)", 600.0, "its process ended with -11"),
         ("time.sleep(3600)", 1.0, "it took over 1 s"),
+        ("raise SystemExit(1)", 600.0, "its process ended with 1"),
     ],
 )
 def test_a_part_that_crashes_or_hangs_ends_no_other(
     ends: str, limit_s: float, said: str, kit_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (kit_folder / "sitecustomize.py").write_text(_IN_KERNELS.format(ends))
-    monkeypatch.setenv("PYTHONPATH", f"{kit_folder}:{Path(kit.ROOT)}")
+    monkeypatch.setenv("PYTHONPATH", f"{kit_folder}:{ROOT}")
     monkeypatch.setitem(kit_run._LONGEST_S, "kernels", limit_s)
     monkeypatch.setattr(kit_run, "cannot_serve", lambda lacking: "no sglang")
     out = kit_folder / "out"
+    out.mkdir()
+    kit_run._write(out, {"commit": "a" * 40, "kernels": {"failed": "in an earlier run"}})
     assert kit_run.main(["--quick", "--out", str(out)]) == 1
     left = found(out)
     assert left["kernels"] == {"failed": said}
@@ -297,7 +300,8 @@ def test_what_a_killed_part_found_so_far_stays(
 ) -> None:
     def is_killed(part: str, flags: Any, left_s: float) -> str:
         if part == "copies":
-            return "failed"
+            kit_run._write(flags.out, {"commit": "a" * 40, "copies": {"failed": "other bits"}})
+            return "its process ended with 1"
         so_far = {"servers": {"so_far": {"plain": 1}}}
         kit_run._write(flags.out, {**found(kit_folder), **so_far})
         return "its process ended with -9"
@@ -305,6 +309,7 @@ def test_what_a_killed_part_found_so_far_stays(
     monkeypatch.setattr(kit_run, "cannot_serve", lambda lacking: "")
     monkeypatch.setattr(kit_run, "_in_a_process", is_killed)
     assert kit_run.main(["--parts", "copies", "servers"]) == 1
+    assert found(kit_folder)["copies"] == {"failed": "other bits"}
     assert found(kit_folder)["servers"] == {
         "failed": "its process ended with -9",
         "so_far": {"plain": 1},
