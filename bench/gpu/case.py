@@ -10,6 +10,7 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -83,6 +84,7 @@ def measure_servers(
     device: torch.device,
     keep: Callable[[dict[str, Any]], None] = lambda found: None,
     until_s: float = math.inf,
+    logs: Path | None = None,
 ) -> Report:
     """First tokens by tier, and decoding beside loads, with HiCache where it can run.
 
@@ -91,13 +93,14 @@ def measure_servers(
         device: where.
         keep: is given the figures so far behind each server.
         until_s: by `time.monotonic`; HiCache's server is left out where it would end later.
+        logs: folder for the servers' logs; None: where tests have theirs.
 
     Raises:
         CaseFailedError: a prefix came from elsewhere, or an answer is another one.
     """
     traffic = servers.LLAMA_8B if device.type == "cuda" else servers.TINY
     kind: servers.Device = "cuda" if device.type == "cuda" else "cpu"
-    seen = servers.measure(kind, traffic, options.progress, keep, until_s)
+    seen = servers.measure(kind, traffic, options.progress, keep, until_s, logs)
     found = servers.figures(seen)
     ours = found["hier_kv"]
     note = (

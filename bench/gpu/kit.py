@@ -4,7 +4,7 @@ Such a machine has Python 3.12, torch, triton, transformers and numba, and need 
 nor a network. In the kit are the benches of this tree at its commit, the plugin's wheel, SGLang's
 without what a dense model does not need, and the wheels that both need. `run.sh` in it says what is
 missing, checks the kernels, measures the copies, and starts servers: plain SGLang, the plugin, and
-SGLang's own hierarchical cache. It leaves `gpu.json`.
+SGLang's own hierarchical cache. `gpu.json` and the servers' logs are left in the folder of `--out`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,14 @@ from pathlib import Path
 from bench.core.case import ROOT, commit_header
 from bench.gpu import wheels
 
-MOST_BYTES = 60 << 20
-# The benches, what starts servers for them, and the tokenizer of their models.
-_FOLDERS = ("bench", "testkit", "runtime_cpu", "tests/assets/tinylm", "LICENSE")
+# Where a machine is sent a copy of the tree, too, that and the kit have 64 MiB together.
+MOST_BYTES = 38 << 20
+# The benches, what starts servers for them, and the tokenizer of their models, whose weights are
+# random: those of the bundled model are as large as SGLang's wheel.
+_FOLDERS = (
+    *("bench", "testkit", "runtime_cpu", "LICENSE"),
+    *(f"tests/assets/tinylm/{name}" for name in ("tokenizer.json", "tokenizer_config.json")),
+)
 _RUN = """#!/usr/bin/env bash
 # One command: what is missing, kernels, copies, servers; leaves gpu.json beside this file.
 set -e
@@ -33,6 +38,7 @@ if [ -d wheels ] && [ ! -e site/.complete ]; then
   touch site/.complete
 fi
 export PYTHONPATH="$PWD/site${PYTHONPATH:+:$PYTHONPATH}"
+unset PYTHONDONTWRITEBYTECODE # or each of a dozen processes compiles all of SGLang's source
 exec "$python" -m bench.gpu.kit_run "$@"
 """
 

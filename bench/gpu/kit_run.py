@@ -8,10 +8,12 @@ import importlib.util
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,9 +22,13 @@ from typing import Any
 # What the kernels and copies need of the machine, and what servers do besides.
 NEEDED = ("numpy", "torch", "triton", "numba", "llvmlite", "xxhash", "psutil")
 NEEDED_BY_SERVERS = ("transformers", "aiohttp", "requests", "uvloop", "safetensors")
-_RESULT = Path("gpu.json")
+_RESULT = "gpu.json"
 STAND_INS = Path(__file__).resolve().parent / "stubs"
 _PARTS = ("kernels", "copies", "servers")
+# Seconds that a part may take at most, of those that are left; servers may have all of them.
+_LONGEST_S = {"kernels": 180.0, "copies": 120.0}
+# Processes that compile kernels.
+_MOST_PROCESSES = 8
 
 
 def missing(names: tuple[str, ...]) -> list[str]:
@@ -63,47 +69,119 @@ def cannot_serve(lacking: list[str]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, 1 where a part failed, or 2 where the machine lacks something."""
+    flags = _flags(argv)
+    flags.out.mkdir(parents=True, exist_ok=True)
+    until_s = time.monotonic() + 60 * flags.minutes
+    lacking, lacking_servers = ([], []) if flags.checked else _missing_here()
+    result = _earlier(flags.out, Path("COMMIT").read_text().strip())
+    if not flags.checked:
+        result["missing"] = [*lacking, *lacking_servers]
+    if lacking:
+        _write(flags.out, result)
+        return 2
+    site = Path("site").resolve()
+    if site.is_dir() and not flags.checked:
+        put_stand_ins(site)
+    asks_servers = "servers" in flags.parts and not flags.checked
+    why_not = cannot_serve(lacking_servers) if asks_servers else ""
+    if why_not:
+        print(f"no servers: {why_not}", flush=True)
+    if len(flags.parts) > 1:
+        return _each_in_a_process(flags, result, until_s, why_not)
+    return _here(flags, result, until_s, why_not)
+
+
+def _flags(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="run.sh", description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=_PARTS, default=_PARTS)
     parser.add_argument("--quick", action="store_true", help="fewer repetitions")
     parser.add_argument(
         "--minutes", type=float, default=10.0, help="what would take longer than that is left out"
     )
-    flags = parser.parse_args(argv)
-    began_s = time.monotonic()
+    parser.add_argument(
+        "--out", type=Path, default=Path(), help="folder for gpu.json and the servers' logs"
+    )
+    parser.add_argument("--checked", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _missing_here() -> tuple[list[str], list[str]]:
+    """What the machine lacks, and what it lacks for servers; both are said."""
     lacking, lacking_servers = missing(NEEDED), missing(NEEDED_BY_SERVERS)
     for who, names in (("", lacking), (" for servers", lacking_servers)):
         if names:
             print(f"missing{who}: " + ", ".join(names), flush=True)
-    device = None
     if not lacking:
         from bench.gpu.case import SELFTEST, device_or_none
 
-        device = device_or_none()
-        if device is None:
+        if device_or_none() is None:
             hint = f"{SELFTEST}=1 tries the kit without one"
             lacking.append(f"a CUDA device, torch sees none ({hint})")
             print(f"missing: {lacking[0]}", flush=True)
-    result = _earlier(Path("COMMIT").read_text().strip())
-    result["missing"] = [*lacking, *lacking_servers]
-    if lacking:
-        _write(result)
-        return 2
-    site = Path("site").resolve()
-    if site.is_dir():
-        put_stand_ins(site)
+    return lacking, lacking_servers
+
+
+def _here(
+    flags: argparse.Namespace, result: dict[str, Any], until_s: float, why_no_servers: str
+) -> int:
+    """Runs one part in this process."""
+    from bench.gpu.case import device_or_none
+
+    device = device_or_none()
     result["machine"] = _machine(device)
-    why_not = cannot_serve(lacking_servers) if "servers" in flags.parts else ""
-    if why_not:
-        print(f"no servers: {why_not}", flush=True)
-    run = _Run(device, flags.quick, result, began_s + 60 * flags.minutes, why_not)
+    run = _Run(device, flags.quick, result, until_s, why_no_servers, flags.out)
+    (part,) = flags.parts
+    is_well = _run_part(part, run)
+    result[part]["gpu"] = result["machine"]["gpu"]
+    _write(flags.out, result)
+    return int(not is_well)
+
+
+def _each_in_a_process(
+    flags: argparse.Namespace, result: dict[str, Any], until_s: float, why_no_servers: str
+) -> int:
+    """Runs each part in a process of its own: one that crashes, or hangs, ends no other.
+
+    CUDA's errors stay with a process, and what a part found so far is in the file.
+    """
+    parts = [part for part in _PARTS if part in flags.parts]
+    for part in parts:
+        result.pop(part, None)  # what it found before is another run's
+    _write(flags.out, result)
     failed = False
-    for part in _PARTS:
-        if part in flags.parts:
-            failed |= not _run_part(part, run)
-            result[part]["gpu"] = result["machine"]["gpu"]
-            _write(result)  # whatever becomes of the next part
+    for part in parts:
+        if part == "servers" and why_no_servers:
+            ended = f"missing for servers: {why_no_servers}"
+        else:
+            ended = _in_a_process(part, flags, max(until_s - time.monotonic(), 1.0))
+        result = _earlier(flags.out, result["commit"])
+        failed |= ended != ""
+        if not ended or "failed" in result.get(part, {}):  # why is in the file
+            continue
+        print(f"failed: {part}: {ended}", flush=True)
+        so_far = result.get(part, {}).get("so_far")
+        result[part] = {"failed": ended, **({"so_far": so_far} if so_far else {})}
+        _write(flags.out, result)
     return int(failed)
+
+
+def _in_a_process(part: str, flags: argparse.Namespace, left_s: float) -> str:
+    """Empty where a part went well, else how its process ended."""
+    limit_s = min(left_s, _LONGEST_S.get(part, left_s))
+    command = [sys.executable, "-u", "-m", "bench.gpu.kit_run", "--checked", "--parts", part]
+    command += ["--out", str(flags.out), "--minutes", str(left_s / 60)]
+    if flags.quick:
+        command.append("--quick")
+    process = subprocess.Popen(command, start_new_session=True)
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"it took over {limit_s:.0f} s"
+    finally:
+        if process.returncode is None:  # it, and what it started; servers see to themselves
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    return f"its process ended with {code}" if code else ""
 
 
 @dataclass(frozen=True)
@@ -116,6 +194,7 @@ class _Run:
         result: what is written.
         until_s: when the kit should be done; what is left then is left out.
         why_no_servers: empty where there can be some.
+        out: folder for what is left.
     """
 
     device: Any
@@ -123,28 +202,30 @@ class _Run:
     result: dict[str, Any]
     until_s: float
     why_no_servers: str
+    out: Path
 
 
-def _earlier(commit: str) -> dict[str, Any]:
+def _earlier(out: Path, commit: str) -> dict[str, Any]:
     """What parts of the same kit found before; another kit's file is put aside."""
+    file = out / _RESULT
     try:
-        found = json.loads(_RESULT.read_text())
+        found = json.loads(file.read_text())
         if found["commit"] == commit:
             return dict(found)
-        _RESULT.replace(f"gpu-{str(found['commit'])[:9]}.json")
+        file.replace(out / f"gpu-{str(found['commit'])[:9]}.json")
     except FileNotFoundError:
         pass
     except (ValueError, KeyError, TypeError):
-        _RESULT.replace("gpu-unreadable.json")
+        file.replace(out / "gpu-unreadable.json")
     return {"commit": commit}
 
 
-def _write(result: dict[str, Any]) -> None:
+def _write(out: Path, result: dict[str, Any]) -> None:
     """Puts the file in place at once: who is stopped meanwhile has the one before."""
-    new = _RESULT.with_suffix(".new")
+    file, new = out / _RESULT, out / "gpu.new"
     new.write_text(json.dumps(result, indent=1))
-    new.replace(_RESULT)
-    print(f"{_RESULT} written", flush=True)
+    new.replace(file)
+    print(f"{file} written", flush=True)
 
 
 def _machine(device: Any) -> dict[str, Any]:
@@ -178,11 +259,16 @@ def _run_part(part: str, run: _Run) -> bool:
 
 def _kernels(run: _Run) -> dict[str, Any]:
     from bench.gpu import codec_kernels
-    from bench.gpu.kernels import check_kernels
+    from bench.gpu.kernels import check_in_processes, check_kernels
 
-    number = check_kernels(run.device)
-    print(f"{number} cases, all bits came back")
-    codecs = codec_kernels.check()
+    with ThreadPoolExecutor(1) as beside:
+        of_codecs = beside.submit(codec_kernels.check)
+        if run.device.type == "cuda":
+            number = check_in_processes(min(os.cpu_count() or 1, _MOST_PROCESSES))
+        else:
+            number = check_kernels(run.device)
+        print(f"{number} cases, all bits came back")
+        codecs = of_codecs.result()
     for name, line in codecs.items():
         print(f"{name}: {line}")
     return {"cases": number, "codecs": codecs}
@@ -201,9 +287,10 @@ def _servers(run: _Run) -> dict[str, Any]:
 
     def keep(found: dict[str, Any]) -> None:
         run.result["servers"] = {"so_far": found}
-        _write(run.result)
+        _write(run.out, run.result)
 
-    return _reported(partial(measure_servers, keep=keep, until_s=run.until_s), run)
+    measure = partial(measure_servers, keep=keep, until_s=run.until_s, logs=run.out.resolve())
+    return _reported(measure, run)
 
 
 def _reported(measure: Callable[..., Any], run: _Run) -> dict[str, Any]:

@@ -123,6 +123,7 @@ def measure(
     progress: Progress,
     keep: Callable[[dict[str, Any]], None] = lambda found: None,
     until_s: float = math.inf,
+    logs: Path | None = None,
 ) -> dict[Side, Seen]:
     """Runs the servers. Where HiCache's does not run, or not as it is asked, a note says so.
 
@@ -132,6 +133,7 @@ def measure(
         progress: is told how far it is.
         keep: is given the figures so far behind each server: a machine with a device is had once.
         until_s: by `time.monotonic`; HiCache's server is left out where it would end later.
+        logs: folder for the servers' logs, `server-SIDE.log`; None: where tests have theirs.
 
     Raises:
         CaseFailedError: a prefix of another server came from elsewhere than it is counted for, or
@@ -148,7 +150,7 @@ def measure(
                 continue
             progress.stage(f"gpu: a server, {side}")
             try:
-                with _server(device, side, model, traffic, progress) as server:
+                with _server(device, side, model, traffic, progress, logs) as server:
                     asked = _Asker(server, side, traffic, progress).run()
                     asked.startup_s = server.startup_s
             except (CaseFailedError, ServerError, OSError) as error:
@@ -164,7 +166,12 @@ def measure(
 
 
 def _server(
-    device: Device, side: Side, model: Path, traffic: Traffic, progress: Progress
+    device: Device,
+    side: Side,
+    model: Path,
+    traffic: Traffic,
+    progress: Progress,
+    logs: Path | None,
 ) -> Server:
     args: list[Any] = [
         *dummy_model.ARGS,
@@ -182,12 +189,18 @@ def _server(
             *("--cuda-graph-backend-prefill", "disabled"),
             *("--cuda-graph-max-bs-decode", 2 * traffic.decoders),
         ]
-        env = {"SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1", "HF_HUB_OFFLINE": "1"}
+        env = {
+            "SGLANG_SKIP_SGL_KERNEL_VERSION_CHECK": "1",
+            "HF_HUB_OFFLINE": "1",
+            # A server that fails would take a minute of the machine's ten for dumps.
+            "SGLANG_PYSPY_DUMP_BEFORE_CRASH": "0",
+            "SGLANG_CUDA_COREDUMP_BEFORE_CRASH": "0",
+        }
     else:
         args += ["--attention-backend", "cpu_extend"]
     return Server(
         args, model=model, env=env, device=device, stop="kill", start_timeout_s=240.0,
-        progress=progress.update,
+        progress=progress.update, log_path=None if logs is None else logs / f"server-{side}.log",
     )  # fmt: skip
 
 

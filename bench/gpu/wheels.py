@@ -16,7 +16,11 @@ from pathlib import Path
 PYTHON = "3.12"
 # Of SGLang's distribution: models that make images, its tests; servers and a tree in Rust.
 _CUT_FOLDERS = ("sglang/multimodal_gen/", "sglang/test/")
-_CUT_LIBRARIES = ("sglang/srt/rust_extensions/", "sglang/srt/mem_cache/rust_tree_core/")
+# And of zstandard's what is for interpreters other than CPython.
+_CUT_LIBRARIES = (
+    *("sglang/srt/rust_extensions/", "sglang/srt/mem_cache/rust_tree_core/"),
+    "zstandard/_cffi.",
+)
 _PLATFORMS = (
     *("1_x86_64", "2010_x86_64", "2014_x86_64"),
     *(f"_2_{minor}_x86_64" for minor in (5, 12, 17, 24, 26, 27, 28, 31, 34)),
@@ -64,12 +68,13 @@ def collect(folder: Path, tree: Path) -> None:
         check=True,
     )
     subprocess.run([*pip, "wheel", "--no-deps", "-w", str(folder), str(tree)], check=True)
-    [sglang] = folder.glob("sglang-*.whl")
-    cut(sglang)
+    for name in ("sglang", "zstandard"):
+        [wheel] = folder.glob(f"{name}-*.whl")
+        cut(wheel)
 
 
 def cut(wheel: Path) -> None:
-    """Takes out of SGLang's wheel what is named above, and packs the rest as tightly as can be."""
+    """Takes out of a wheel what is named above, and packs the rest as tightly as can be."""
     whole = wheel.with_suffix(".whole")
     wheel.rename(whole)
     with zipfile.ZipFile(whole) as old, zipfile.ZipFile(wheel, "w") as new:

@@ -29,7 +29,10 @@ def place_near(arena: HostArena, gpu: Any) -> None:
     """
     if arena.is_borrowed:
         return
-    address = numa.pci_address(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
+    try:
+        address = numa.pci_address(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
+    except AttributeError:  # of a torch that does not say; copies are right wherever DRAM lies
+        return
     node = numa.node_near(address)
     if node is None:
         return

@@ -18,9 +18,9 @@ from typing import Any
 import pytest
 import torch
 
-from bench.core.case import ALLOW_DIRTY, CaseFailedError, Options
+from bench.core.case import ALLOW_DIRTY, ROOT, CaseFailedError, Options
 from bench.core.output import Progress
-from bench.gpu import codec_kernels, kit, kit_run, servers, wheels
+from bench.gpu import codec_kernels, kernels, kit, kit_run, servers, wheels
 from bench.gpu.case import SELFTEST, device_or_none, measure_copies
 from bench.gpu.case import run as run_case
 from bench.gpu.engine import BARE, LATENT_BYTES, TINY, Engine
@@ -141,6 +141,17 @@ def test_sglangs_wheel_without_what_a_dense_model_does_not_need(tmp_path: Path) 
     assert sorted(path.name for path in tmp_path.iterdir()) == [wheel.name]
 
 
+def test_zstandards_wheel_without_what_cpython_does_not_load(tmp_path: Path) -> None:
+    kept = ["zstandard/backend_c.cpython-312-x86_64-linux-gnu.so", "zstandard/backend_cffi.py"]
+    wheel = tmp_path / "zstandard-1-cp312-cp312-linux_x86_64.whl"
+    with zipfile.ZipFile(wheel, "w") as whole:
+        for name in (*kept, "zstandard/_cffi.cpython-312-x86_64-linux-gnu.so"):
+            whole.writestr(name, name)
+    wheels.cut(wheel)
+    with zipfile.ZipFile(wheel) as left:
+        assert left.namelist() == kept
+
+
 def test_stand_ins_do_not_hide_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     real = {name: importlib.util.find_spec(name) is not None for name in ("IPython", "sgl_kernel")}
@@ -247,6 +258,79 @@ def test_parts_are_added_to_what_others_found(
     (kit_folder / "gpu.json").write_text('{"commit": "bb')
     assert kit_run.main(["--parts", "copies"]) == 0
     assert found(kit_folder)["copies"]["results"] == 2
+
+
+# Python runs it at the start of each process that finds it.
+_IN_KERNELS = """
+import os, signal, sys, time
+if "kernels" in sys.orig_argv and "--checked" in sys.orig_argv:
+    {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "limit_s", "said"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 600.0, "its process ended with -11"),
+        ("time.sleep(3600)", 1.0, "it took over 1 s"),
+        ("raise SystemExit(1)", 600.0, "its process ended with 1"),
+    ],
+)
+def test_a_part_that_crashes_or_hangs_ends_no_other(
+    ends: str, limit_s: float, said: str, kit_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kit_folder / "sitecustomize.py").write_text(_IN_KERNELS.format(ends))
+    monkeypatch.setenv("PYTHONPATH", f"{kit_folder}:{ROOT}")
+    monkeypatch.setitem(kit_run._LONGEST_S, "kernels", limit_s)
+    monkeypatch.setattr(kit_run, "cannot_serve", lambda lacking: "no sglang")
+    out = kit_folder / "out"
+    out.mkdir()
+    kit_run._write(out, {"commit": "a" * 40, "kernels": {"failed": "in an earlier run"}})
+    assert kit_run.main(["--quick", "--out", str(out)]) == 1
+    left = found(out)
+    assert left["kernels"] == {"failed": said}
+    assert left["copies"]["results"]["load_gb_s"] > 0
+    assert left["copies"]["gpu"] == "none, self-test"
+    assert left["servers"] == {"failed": "missing for servers: no sglang"}
+    assert sorted(path.name for path in out.iterdir()) == ["gpu.json"]
+
+
+def test_what_a_killed_part_found_so_far_stays(
+    kit_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def is_killed(part: str, flags: Any, left_s: float) -> str:
+        if part == "copies":
+            kit_run._write(flags.out, {"commit": "a" * 40, "copies": {"failed": "other bits"}})
+            return "its process ended with 1"
+        so_far = {"servers": {"so_far": {"plain": 1}}}
+        kit_run._write(flags.out, {**found(kit_folder), **so_far})
+        return "its process ended with -9"
+
+    monkeypatch.setattr(kit_run, "cannot_serve", lambda lacking: "")
+    monkeypatch.setattr(kit_run, "_in_a_process", is_killed)
+    assert kit_run.main(["--parts", "copies", "servers"]) == 1
+    assert found(kit_folder)["copies"] == {"failed": "other bits"}
+    assert found(kit_folder)["servers"] == {
+        "failed": "its process ended with -9",
+        "so_far": {"plain": 1},
+    }
+
+
+def test_a_process_checks_its_share_of_the_kernels(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    for at in range(5):
+        kernels.main(at, 5)
+    assert sum(map(int, capsys.readouterr().out.split())) == 36
+
+    def ends(out: str, err: str, code: int) -> Any:
+        return SimpleNamespace(communicate=lambda: (out, err), returncode=code)
+
+    ended = iter([ends("8\n", "", 0), ends("", "a page\nCaseFailedError: other bits\n", 1)])
+    monkeypatch.setattr(kernels, "_start", lambda command: next(ended))
+    with pytest.raises(CaseFailedError, match="other bits"):
+        kernels.check_in_processes(2)
 
 
 def test_a_kernel_that_does_not_compile_is_left_out_in_a_line() -> None:

@@ -99,3 +99,14 @@ def test_a_start_says_where_dram_lies(
         arena.close()
     assert told in caplog.text
     assert bool(caplog.text) == bool(told)
+
+
+def test_a_torch_that_does_not_say_where_a_gpu_is_ends_no_start(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    arena = HostArena(4, 8192)
+    try:
+        pinning.place_near(arena, SimpleNamespace(name="NVIDIA H200"))
+    finally:
+        arena.close()
+    assert not caplog.text
