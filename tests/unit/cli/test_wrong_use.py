@@ -200,7 +200,20 @@ def test_a_flag_that_a_command_has_not_is_told_with_its_usage(
     told = capsys.readouterr().err
     assert told.startswith("usage: hier-kv top ")
     assert "--every SECONDS" in told
-    assert told.endswith("hier-kv top: error: unrecognized arguments: --evry=5\n")
+    assert told.endswith(
+        "hier-kv top: error: unrecognized arguments: --evry=5 (did you mean --every?)\n"
+    )
+
+
+def test_a_long_usage_does_not_hide_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--hier-kv-host-sise", "1", "--nothing-like-it"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 2
+    assert "hier-kv doctor --help" in told
+    expected = "--hier-kv-host-sise 1 --nothing-like-it (did you mean --hier-kv-host-size?)\n"
+    assert told.endswith(expected)
 
 
 @pytest.mark.parametrize("key", ["secret\nkey", "secret\xe9", "secret\udcff"])
@@ -243,7 +256,7 @@ def test_text_from_the_input_that_is_no_utf_8_is_refused(
 
 def test_a_size_with_a_unit_is_told_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, expected in (
-        (("--hier-kv-host-size", "64GB"), "a number without a unit is expected, got '64GB'"),
+        (("--hier-kv-host-size", "64GB"), "a number of GiB without a unit is expected"),
         (("--hier-kv-truncation-head", "4.5"), "a whole number without a unit is expected"),
     ):
         with pytest.raises(SystemExit) as ended:
