@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -203,6 +204,22 @@ def test_a_flag_that_a_command_has_not_is_told_with_its_usage(
     assert told.endswith(
         "hier-kv top: error: unrecognized arguments: --evry=5 (did you mean --every?)\n"
     )
+
+
+def test_a_key_that_finds_no_room_leaves_no_file(tmp_path: Path) -> None:
+    """An empty one was left, so that the next try said that it exists."""
+    path = tmp_path / "key"
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "keygen", str(path)],
+        # As on a full disk: the file can be made, and not be written.
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"hier-kv: {str(path)!r}: File too large")
+    assert not path.exists()
 
 
 def test_a_long_usage_does_not_hide_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
