@@ -23,6 +23,7 @@ import fcntl
 import functools
 import hashlib
 import itertools
+import logging
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -30,6 +31,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numba
+from numba.core import event
+
+logger = logging.getLogger(__name__)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -39,8 +43,31 @@ _LOCK = "sglang-hier-kv.lock"  # held while something is kept or read there
 _LOCK_PATIENCE_S = 60.0  # it is held for one file at a time; longer only by who was stopped
 _LOCK_POLL_S = 0.02
 _NS_PER_S = 1_000_000_000
+_functions: set[Callable[..., Any]] = set()  # all that `jit` was given
 _unkept: set[str] = set()  # folders whose loops could be kept nowhere
 _unlocked: set[str] = set()  # folders whose lock was waited for in vain, and not had since
+
+
+class _Announcer(event.Listener):  # type: ignore[misc]
+    """Says once a process that loops are compiled: a start is silent for a minute meanwhile."""
+
+    def __init__(self) -> None:
+        self._has_told = False
+
+    def on_start(self, event: event.Event) -> None:
+        """Tells of the first loop that was not kept."""
+        if not self._has_told and event.data["dispatcher"].py_func in _functions:
+            self._has_told = True
+            logger.info(
+                "hier-kv: loops that are not kept for this machine and release are being compiled, "
+                "which takes about a minute once; `hier-kv prebuild` does it ahead of a start"
+            )
+
+    def on_end(self, event: event.Event) -> None:
+        """Nothing: others follow."""
+
+
+event.register("numba:compile", _Announcer())
 
 
 def jit(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]:
@@ -52,6 +79,7 @@ def jit(*signatures: Any, **options: Any) -> Callable[[_Function], _Function]:
     """
 
     def decorate(function: _Function) -> _Function:
+        _functions.add(function)
         try:
             dispatcher: Any = numba.njit(cache=True, **options)(function)
         except RuntimeError:  # there is nowhere to keep it

@@ -149,6 +149,11 @@ def problem_of(status: os.stat_result, uid: int) -> str:
         status: of the folder.
         uid: of the user who is to use it.
     """
+    if status.st_mode & stat.S_IWOTH and status.st_mode & stat.S_ISVTX:  # /tmp needs its mode
+        return (
+            "may be written to by every user of the machine, as /tmp may; name a folder in it that "
+            "is the server's own"
+        )
     if status.st_mode & stat.S_IWOTH:
         return "may be written to by every user of the machine; take that away with chmod o-w"
     if not _is_trusted(status, uid):

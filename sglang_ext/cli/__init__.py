@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import json
 import os
@@ -12,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from sglang_ext import __version__
 from sglang_ext.cli.doctor import add_parser as add_doctor
@@ -34,6 +35,7 @@ from sglang_ext.cli.warm.command import add_command as add_warm
 
 _ENV_API_KEY = "SGLANG_HIER_KV_API_KEY"
 _MAX_EVERY_S = 86400
+_MOST_USAGE_LINES = 6
 # By what the system says of a file that a command was given.
 _ADVICE = {
     errno.ENOENT: "; correct the path, or make the file or folder that is not there",
@@ -101,8 +103,26 @@ class _CommandParser(_Parser):
     ) -> tuple[argparse.Namespace, list[str]]:
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
         return known, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse's; a usage that would push what is wrong off the screen is not shown."""
+        if self.format_usage().count("\n") > _MOST_USAGE_LINES:
+            self.usage = f"{self.prog} [options]   ({self.prog} --help lists them)"
+        super().error(message)
+
+    def _meant(self, unknown: Sequence[str]) -> str:
+        """The flags that are written nearly like those that the command has not."""
+        flags = list(self._option_string_actions)
+        near = [difflib.get_close_matches(each.partition("=")[0], flags, n=1) for each in unknown]
+        found = [
+            flag
+            for each, flags in zip(unknown, near, strict=True)
+            for flag in flags
+            if each.startswith("--")
+        ]
+        return f" (did you mean {' and '.join(found)}?)" if found else ""
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -195,7 +195,9 @@ def _described(now: State, before: State | None, seconds: float) -> list[str]:
     lines.append(_row("tokens", "", _tokens(host, (before or {}).get("host"))))
     lines.append(_row("queue", "", _queue(host)))
     lines.append(_row("speeds", "", _speeds(now["cost"])))
-    lines.append(_row("trouble", "", _named(trouble(now)) or "none"))
+    found = _named(trouble(now))
+    told = f"{found}: docs/operations.md, Counters, says what to do" if found else "none"
+    lines.append(_row("trouble", "", told))
     return lines
 
 
@@ -281,7 +283,9 @@ def _tokens(now: Mapping[str, int], before: Mapping[str, int] | None) -> str:
     tiers = ", ".join(f"{tier} {n / requested:.1%}" for tier, n in reused.items())
     reasons = ", ".join(f"{reason} {n / requested:.1%}" for reason, n in missed.items())
     total = f"{requested:,} asked for, {sum(reused.values()) / requested:.1%} reused"
-    return f"{total}{f' ({tiers})' if tiers else ''}; missed: {reasons or 'nothing'}"
+    rest = requested - sum(reused.values()) - sum(missed.values())
+    ends = f"; shorter than a page at the end {rest / requested:.1%}" if rest > 0 else ""
+    return f"{total}{f' ({tiers})' if tiers else ''}; missed: {reasons or 'nothing'}{ends}"
 
 
 def _tokens_by(counts: Mapping[str, int], kind: str) -> dict[str, int]:

@@ -387,9 +387,12 @@ class HierKVConfig:
         }
         for name, limit in most.items():
             if getattr(self, name) > limit:
+                # Bytes, or MiB, are the mistake that is made with sizes.
+                unit = " GiB" if name in sizes else ""
                 raise HierKVConfigError(
-                    f"{flag_name(name)} must be at most {limit:g}, got "
-                    f"{shown(getattr(self, name))}; give a smaller value."
+                    f"{flag_name(name)} must be at most {limit:,.0f}{unit}, got "
+                    f"{shown(getattr(self, name))}; give a smaller value"
+                    f"{', in GiB (2^30 bytes)' if unit else ''}."
                 )
         least = {"host_size": _MIN_HOST_BYTES, "disk_segment_size": _MIN_SEGMENT_BYTES}
         for name, num_bytes in least.items():

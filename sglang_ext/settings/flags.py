@@ -13,6 +13,7 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.values import KINDS, flag_name, shown
 
 ENV_CONFIG = "SGLANG_HIER_KV_CONFIG"
+_UNITS = {"GIB": " of GiB", "MS": " of milliseconds"}  # by what the help calls the value
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for item in fields(HierKVConfig):
         options: dict[str, Any] = {
-            "type": _reader(type(item.default)),
+            "type": _reader(type(item.default), item.metadata["metavar"]),
             # Absent unless given: a flag without --enable-hier-kv is refused, whatever its value.
             "default": argparse.SUPPRESS,
             "help": f"{item.metadata['help']} Default: {item.default!r}.".replace("%", "%%"),
@@ -91,15 +92,16 @@ def split_engine_kwargs(kwargs: dict[str, Any]) -> tuple[HierKVConfig | None, di
     return config_from_environment(), rest
 
 
-def _reader(kind: type) -> Callable[[str], Any]:
+def _reader(kind: type, metavar: str) -> Callable[[str], Any]:
     """What reads a flag's text as its type, and says of a size with a unit what is wrong."""
+    expected = f"{KINDS[kind]}{_UNITS.get(metavar, '')} without a unit"
 
     def read(text: str) -> Any:
         try:
             return kind(text)
         except ValueError as error:
             raise argparse.ArgumentTypeError(
-                f"{KINDS[kind]} without a unit is expected, got {shown(text)}"
+                f"{expected} is expected, got {shown(text)}"
             ) from error
 
     return read

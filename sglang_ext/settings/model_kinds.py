@@ -60,15 +60,15 @@ MODEL_KINDS = {
         "Llama, Qwen 2 and 3, Mistral, Phi, GLM-4, Cohere, Gemma 2 and 3; hybrids of window and "
         "full layers with `--disable-hybrid-swa-memory`",
         "exact; moved where the rotation of all layers is understood; coded; prompts with images "
-        'of some models ("Images" below)',
+        'of some models (docs/compatibility.md, "Images")',
         "tests/e2e/models/test_model_kinds.py; tests/e2e/images/test_images.py; "
         "tests/e2e/images/test_image_models.py; tests/e2e/images/test_image_ranks.py",
     ),
     "mla": ModelKind(
         "one latent row a token (MLA)",
         "DeepSeek V2, V3, R1; Kimi K2; MiniCPM 3",
-        "as above; of these only a small MiniCPM 3, and a small DeepSeek V3 with its draft layer, "
-        "were run, on a CPU",
+        "exact; moved where the rotation of all layers is understood; coded; of these models only "
+        "a small MiniCPM 3, and a small DeepSeek V3 with its draft layer, were run, on a CPU",
         "tests/e2e/remote/test_remote_latent_ranks.py; tests/e2e/drafts/test_latent_drafts.py; "
         "tests/unit/device/test_copier.py",
     ),
@@ -88,8 +88,8 @@ MODEL_KINDS = {
     "swa of two shapes": ModelKind(
         "a second pool for the window's layers, with K and V of another shape",
         "Gemma 4 (prompts with images or sound are neither stored nor loaded), MiMo V2",
-        "exact, at the saved position, by one rank or several tensor parallel ones, without codec "
-        "and with what is refused for those of one shape; prompts that are cut, computed anew "
+        "exact, at the saved position, by one rank or several tensor parallel ones, without "
+        "codec, adapters, sessions or `--hier-kv-slo-ms`; prompts that are cut, computed anew "
         "behind each new cut (run with Gemma 4); run on a CPU with a small model of each, without "
         "experts, by one rank and by two, of which MiMo V2 had a remote store",
         "tests/e2e/models/test_restored_kinds.py; tests/unit/device/test_blocks.py; "
@@ -133,7 +133,8 @@ MODEL_KINDS = {
         "Qwen3-Next); run on a CPU with a small model of each, those of "
         "Granite 4 and Nemotron-H without experts, by two ranks Qwen3-Next, Qwen3.5 and "
         "Nemotron-H, all three with a remote store; "
-        'prompts with images of Qwen3.5 ("Images" below); Qwen3-Next with its draft layer; '
+        'prompts with images of Qwen3.5 (docs/compatibility.md, "Images"); Qwen3-Next with its '
+        "draft layer; "
         "Granite 4 and Falcon-H1 without "
         "`--cuda-graph-backend-prefill breakable`, SGLang's default on a GPU",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_restored_kinds.py; "
@@ -145,8 +146,11 @@ MODEL_KINDS = {
     "state beside latent rows": ModelKind(
         "a state a sequence (KDA) beside one latent row a token (MLA)",
         "Kimi Linear, Kimi K3 (prompts with images are neither stored nor loaded)",
-        "as the states above, without `--cuda-graph-backend-prefill breakable`, and Kimi Linear "
-        "without data parallel attention (SGLang spreads its heads over all ranks, and in its pool "
+        "exact, at the positions at which SGLang's tree keeps a state, by one rank or several "
+        "tensor parallel ones, with codecs that lose nothing, without adapters or sessions; "
+        "prompts that are cut, computed anew behind each new cut; without "
+        "`--cuda-graph-backend-prefill breakable`, and Kimi Linear without data parallel attention "
+        "(SGLang spreads its heads over all ranks, and in its pool "
         "those of a group); run with a small model of each with two "
         "experts, of which each token takes both, on a CPU, by one rank and by two, with a remote "
         "store, too",

@@ -69,6 +69,16 @@ def test_what_was_compiled_is_kept(folder: Path) -> None:
     assert use(folder) == KEPT
 
 
+def test_that_loops_are_compiled_is_told_once_and_only_then(tmp_path: Path) -> None:
+    """A server's log would be silent for a minute at its first start."""
+    (tmp_path / "theirs.py").write_text(MODULE)
+    logged = "import logging, sys; logging.basicConfig(level='INFO', stream=sys.stdout)\n"
+    told = use(tmp_path, logged)
+    assert told.count("are being compiled") == 1
+    assert "`hier-kv prebuild`" in told
+    assert "are being compiled" not in use(tmp_path, logged)
+
+
 def test_what_was_compiled_of_other_sources_is_compiled_anew(folder: Path) -> None:
     """Also where it cannot be read: a class that its types name may have another name now."""
     (stamp,) = (folder / "__pycache__").glob("*.sources")

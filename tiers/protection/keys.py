@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import os
 import re
 import secrets
@@ -51,13 +52,18 @@ def write_key_file(path: Path) -> None:
 
     Raises:
         FileExistsError: it exists; nothing is changed.
-        OSError: it cannot be written.
+        OSError: it cannot be written; names the file, of which nothing is left.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "w", encoding="ascii") as file:
-        file.write(secrets.token_hex(KEY_BYTES) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
+    try:
+        with os.fdopen(fd, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(KEY_BYTES) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:  # a full disk, which the next try would find to hold a file
+        with contextlib.suppress(OSError):
+            path.unlink()
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _read(path: Path) -> str:

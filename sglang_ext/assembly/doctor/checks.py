@@ -183,7 +183,11 @@ def _check_model(model_path: str, config: HierKVConfig) -> Check:
     except HierKVConfigError as error:
         return Check("model", "refused", str(error))
     kind = MODEL_KINDS[name]
-    return Check("model", "ok", f"Of it SGLang keeps {kind.name}. Reused is: {kind.reused}.")
+    text = (
+        f"Of it SGLang keeps {kind.name}. Reused is: {kind.reused}. What these words mean: "
+        'docs/compatibility.md, "Modes".'
+    )
+    return Check("model", "ok", text)
 
 
 def _check_memory_lock(config: HierKVConfig) -> Check:

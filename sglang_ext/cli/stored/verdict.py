@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -9,6 +10,14 @@ from sglang_ext.tiers.records.soundness import Soundness
 
 MOST_LINES = 100
 """Things that are told one by one to people."""
+# By reason, of what is most often no attack and no damage, but a key that is not the right one.
+_EXPLAINED = {
+    "unprotected": "written without a key: before the server had one, or by somebody without it; "
+    "a server with the key computes these pages anew",
+    "unknown_key": "written with a key that is not in the key file, such as one that was taken out "
+    "of it",
+    "protected": "written with a key; give its file with --key-file",
+}
 
 
 class BadPlace(NamedTuple):
@@ -67,8 +76,14 @@ class Verdict:
         if len(shown) > MOST_LINES:
             shown[MOST_LINES:] = [f"... and {len(shown) - MOST_LINES:,} more (--json has all)"]
         shown += [f"left out: {text}" for text in self.left_out]
+        found = Counter(bad.reason for bad in self.bad)
+        explained = [
+            f"{reason} ({found[reason]:,}): {text}"
+            for reason, text in _EXPLAINED.items()
+            if found[reason]
+        ]
         counts = ", ".join(f"{num:,} {name}" for name, num in self._counts().items())
-        return [*shown, *self.notes, f"{self.place}: {counts}"]
+        return [*shown, *explained, *self.notes, f"{self.place}: {counts}"]
 
     def _counts(self) -> dict[str, int]:
         counts = {each.value: 0 for each in Soundness} | {Soundness.SOUND.value: self.sound}

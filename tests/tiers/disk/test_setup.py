@@ -428,9 +428,13 @@ def test_what_the_tier_makes_is_for_its_user_alone(open_tier: OpenTier, tmp_path
 
 def test_a_folder_that_everybody_writes_to_is_refused(open_tier: OpenTier, tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()
-    (tmp_path / "disk").chmod(0o1777)
+    (tmp_path / "disk").chmod(0o777)
     with pytest.raises(TierConfigError, match="every user of the machine; take that away"):
         open_tier()
+    (tmp_path / "disk").chmod(0o1777)  # as /tmp, from which nobody may take that
+    with pytest.raises(TierConfigError, match="name a folder in it") as caught:
+        open_tier()
+    assert "chmod" not in str(caught.value)
 
 
 def test_another_users_folder_is_refused_but_to_root(tmp_path: Path) -> None:

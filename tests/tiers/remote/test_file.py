@@ -475,9 +475,13 @@ def test_a_folder_in_which_everybody_writes_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TierConfigError, match="hkv-1 must be a folder"):
         open_store(f"file://{tmp_path}?size=1GB")
     (tmp_path / "hkv-1").unlink()
-    tmp_path.chmod(0o1777)
+    tmp_path.chmod(0o777)
     with pytest.raises(TierConfigError, match=r"every user.*chmod o-w.*group=NAME"):
         open_store(f"file://{tmp_path}?size=1GB")
+    tmp_path.chmod(0o1777)  # as /tmp, which has to stay so
+    with pytest.raises(TierConfigError, match="name a folder in it") as caught:
+        open_store(f"file://{tmp_path}?size=1GB")
+    assert "chmod" not in str(caught.value)
     tmp_path.chmod(0o700)
     with pytest.raises(TierConfigError, match="group must be the name of a group"):
         open_store(f"file://{tmp_path}?size=1GB&group=no-such-group-here")

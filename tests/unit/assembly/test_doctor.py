@@ -25,6 +25,7 @@ from sglang_ext.cli import main
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.symbols import SYMBOLS, Use
 from sglang_ext.settings.config import GIB, HierKVConfig
+from sglang_ext.settings.model_kinds import MODEL_KINDS
 from sglang_ext.tiers.disk.folder import FolderLock
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.remote import Outcome
@@ -436,6 +437,13 @@ def test_in_a_checkout_without_a_gpu_it_says_whether_a_model_is_served() -> None
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "\nmodel: ok. Of it SGLang keeps K and V of every head" in done.stdout
+    assert 'docs/compatibility.md, "Modes"' in done.stdout
+
+
+def test_what_is_said_of_a_kind_stands_alone() -> None:
+    """The command shows one kind, and no table around it."""
+    said = [kind.reused for kind in MODEL_KINDS.values() if kind.is_served]
+    assert [text for text in said if re.search(r"\b(above|below)\b|those of one shape", text)] == []
 
 
 def test_code_of_a_model_is_not_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

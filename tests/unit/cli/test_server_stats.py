@@ -87,6 +87,8 @@ def test_forged_records_are_trouble() -> None:
         "save_unplaced_pages": 3,
         "stale_load_pages": 7,
     }
+    assert describe(shown)[-1].endswith(": docs/operations.md, Counters, says what to do")
+    assert describe(state())[-1] == "  trouble none"
     text = "\n".join(describe(shown))
     assert text.count("unauthentic") == 1
     assert "get_records 6" in text
@@ -127,7 +129,7 @@ def test_what_became_of_prompt_tokens_is_one_line() -> None:
     before, now = state(), state(**counts)
     line = (
         "1,000 asked for, 50.0% reused (disk 40.0%, device 10.0%); "
-        "missed: evicted_disk 25.6%, never_stored 19.2%"
+        "missed: evicted_disk 25.6%, never_stored 19.2%; shorter than a page at the end 5.2%"
     )
     for shown in (describe(now), describe(now, before, 2.0)):
         assert sum(line in row for row in shown) == 1

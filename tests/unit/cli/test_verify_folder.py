@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.cli import main
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from tests.tiers.protection_cases import KEY, OTHER_KEY, seals
 from tests.tiers.tier_pages import NAMESPACE, SLOT_BYTES, store
@@ -101,6 +102,14 @@ def test_with_a_key_what_has_no_tag_is_not_authentic(tmp_path: Path, capsys: Cap
     status, facts = run_json(capsys, "verify", tmp_path / "disk", *key)
     assert (status, facts["unauthentic"]) == (1, 22)
     assert {bad["reason"] for bad in facts["bad"]} == {"unprotected"}
+
+
+def test_a_key_that_is_not_the_folders_is_explained(tmp_path: Path, capsys: Capture) -> None:
+    """A hundred lines of `unauthentic` look like an attack, and the key was set yesterday."""
+    write_folder(tmp_path / "disk")
+    key = [str(word) for word in with_key(tmp_path, KEY)]
+    assert main(["verify", str(tmp_path / "disk"), *key]) == 1
+    assert "\nunprotected (22): written without a key" in capsys.readouterr().out
 
 
 @LAYOUTS

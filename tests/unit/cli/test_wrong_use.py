@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -200,7 +201,36 @@ def test_a_flag_that_a_command_has_not_is_told_with_its_usage(
     told = capsys.readouterr().err
     assert told.startswith("usage: hier-kv top ")
     assert "--every SECONDS" in told
-    assert told.endswith("hier-kv top: error: unrecognized arguments: --evry=5\n")
+    assert told.endswith(
+        "hier-kv top: error: unrecognized arguments: --evry=5 (did you mean --every?)\n"
+    )
+
+
+def test_a_key_that_finds_no_room_leaves_no_file(tmp_path: Path) -> None:
+    """An empty one was left, so that the next try said that it exists."""
+    path = tmp_path / "key"
+    done = subprocess.run(
+        [sys.executable, "-c", RUN, "keygen", str(path)],
+        # As on a full disk: the file can be made, and not be written.
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"hier-kv: {str(path)!r}: File too large")
+    assert not path.exists()
+
+
+def test_a_long_usage_does_not_hide_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--hier-kv-host-sise", "1", "--nothing-like-it"])
+    assert ended.value.code == 2
+    told = capsys.readouterr().err
+    assert told.count("\n") == 2
+    assert "hier-kv doctor --help" in told
+    expected = "--hier-kv-host-sise 1 --nothing-like-it (did you mean --hier-kv-host-size?)\n"
+    assert told.endswith(expected)
 
 
 @pytest.mark.parametrize("key", ["secret\nkey", "secret\xe9", "secret\udcff"])
@@ -243,7 +273,7 @@ def test_text_from_the_input_that_is_no_utf_8_is_refused(
 
 def test_a_size_with_a_unit_is_told_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, expected in (
-        (("--hier-kv-host-size", "64GB"), "a number without a unit is expected, got '64GB'"),
+        (("--hier-kv-host-size", "64GB"), "a number of GiB without a unit is expected"),
         (("--hier-kv-truncation-head", "4.5"), "a whole number without a unit is expected"),
     ):
         with pytest.raises(SystemExit) as ended:

@@ -477,6 +477,7 @@ def test_numbers_must_be_finite(name: str, value: float) -> None:
             "hier_kv_hostsize; the nearest ones are hier_kv_host_size, hier_kv_disk_size",
         ),
         ({"host_size": "much"}, "must be a number, got 'much'"),
+        ({"host_size": 64 << 30}, "at most 1,000,000,000 GiB, got 68719476736.0; give a smaller"),
         ({"host_size": True}, "must be a number, got True"),
         ({"rope": 1}, "must be a string, got 1"),
         ({"truncation": "front"}, "must be one of off, overflow, match, all, got 'front'"),
