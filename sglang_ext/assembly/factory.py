@@ -82,7 +82,7 @@ from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.media.page_digests import install_page_digests
 from sglang_ext.seam.metrics.reporter import MetricsReporter
 from sglang_ext.seam.start.ranks import group_of_nodes, node_rank, rank_place
-from sglang_ext.settings.arguments import on_all_nodes
+from sglang_ext.settings.arguments import number_formats, on_all_nodes
 from sglang_ext.settings.compat import (
     check_keys,
     check_model,
@@ -660,6 +660,9 @@ def _fixed_facts(
         # round otherwise.
         "tp": ["all" if alike else place.tp_rank, place.tp_size],
     }
+    formats = number_formats(lambda name: getattr(ctx.server_args, name, None))
+    if formats:
+        fixed["number_formats"] = formats
     if place.shares_steps:
         # Experts and MLPs lie in shares on all of these, whose weights all enter the namespace.
         fixed["ranks_of_mlp"] = place.num_ranks
