@@ -173,6 +173,10 @@ LIMITED: dict[str, Limit] = {
     ),
 }  # fmt: skip
 
+NUMBER_FORMATS = (
+    "number formats of activations between experts (in the namespace where one is chosen)"
+)
+
 # What has no bearing on stored KV, or is part of the namespace already, by what it is about.
 _FREE = {
     "where the model comes from, and its precision (all weights are in the namespace)": """
@@ -326,17 +330,19 @@ _FREE = {
         disable_cuda_graph_padding enable_profile_cuda_graph enable_cudagraph_gc debug_cuda_graph
         enable_torch_compile enable_torch_compile_debug_mode torch_compile_max_bs
         cuda_graph_max_seq_len_prefill enable_fused_moe_sum_all_reduce moe_a2a_backend
-        enable_w4a4_mxfp4_megamoe deepep_v2_mode moe_runner_backend flashinfer_mxfp4_moe_precision
-        deepep_mode fuseep_mode deepep_dispatcher_output_dtype ep_num_redundant_experts
+        deepep_v2_mode moe_runner_backend deepep_mode fuseep_mode ep_num_redundant_experts
         ep_dispatch_algorithm init_expert_location enable_eplb eplb_algorithm
         eplb_rebalance_num_iterations eplb_rebalance_layers_per_chunk
         eplb_min_rebalancing_utilization_threshold expert_distribution_recorder_mode
         expert_distribution_recorder_buffer_size expert_balancedness_report_mode deepep_config
         enable_elastic_expert_backup mooncake_ib_device enable_waterfill
         disable_flashinfer_cutlass_moe_fp4_allgather disable_shared_experts_fusion
-        enforce_shared_experts_fusion flashinfer_a2a_dispatch_type enable_two_batch_overlap
-        enable_single_batch_overlap tbo_token_distribution_threshold
+        enforce_shared_experts_fusion enable_two_batch_overlap enable_single_batch_overlap
+        tbo_token_distribution_threshold
         enable_deterministic_inference rl_on_policy_target""",
+    NUMBER_FORMATS: """
+        deepep_dispatcher_output_dtype flashinfer_a2a_dispatch_type flashinfer_mxfp4_moe_precision
+        enable_w4a4_mxfp4_megamoe""",
     "logs, metrics, traces, watchdogs": """
         log_level log_level_http log_requests log_requests_level log_requests_format
         log_requests_target uvicorn_access_log_exclude_prefixes crash_dump_folder show_time_cost
@@ -358,6 +364,8 @@ OF_OLDER = frozenset({"speculative_skip_dp_mlp_sync"})
 FREE: dict[str, tuple[str, ...]] = {about: tuple(text.split()) for about, text in _FREE.items()}
 KNOWN = frozenset(LIMITED).union(*FREE.values())
 
+_NOT_CHOSEN = (None, False, "auto", "default")
+
 # Nodes are started by command lines of their own. Where one of these differs, ranks run other
 # batches, compute with another KV or sample other tokens, and what they store outlives the mistake.
 # Where weights come from may differ, as a digest of them is in the namespace, and so may what a
@@ -374,7 +382,7 @@ _ALIKE = """
     sampling_backend grammar_backend enable_deterministic_inference
     enable_custom_logit_processor"""
 ON_ALL_NODES = frozenset(LIMITED).union(
-    FREE["which request runs when, and how much fits"], _ALIKE.split()
+    FREE["which request runs when, and how much fits"], FREE[NUMBER_FORMATS], _ALIKE.split()
 ) - {"load_format", "mem_fraction_static", "_radix_eviction_policy_explicitly_set"}
 
 
@@ -389,6 +397,19 @@ def on_all_nodes(read: Callable[[str], Any]) -> dict[str, Any]:
         name: value if value is None or isinstance(value, str | int | float) else repr(value)
         for name, value in values.items()
     }
+
+
+def number_formats(read: Callable[[str], Any]) -> dict[str, Any]:
+    """The number formats of activations that somebody chose, by argument; for the namespace.
+
+    KV of later layers is computed from them, and neither weights nor configuration say which they
+    are. What SGLang chooses by itself is left out: it follows from model and device.
+
+    Args:
+        read: an argument's value by its name; None where this release has none of that name.
+    """
+    values = {name: read(name) for name in FREE[NUMBER_FORMATS]}
+    return {name: value for name, value in values.items() if value not in _NOT_CHOSEN}
 
 
 def outside_limits(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, Limit]]:

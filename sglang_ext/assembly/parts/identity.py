@@ -17,6 +17,7 @@ from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.ranks.lockstep import exchange
 from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.seam.hooks.loaded_models import algorithm_of, draft_runners
+from sglang_ext.settings.arguments import number_formats
 from sglang_ext.settings.config import HierKVConfig
 
 
@@ -98,6 +99,9 @@ def fixed_facts(
         # round otherwise.
         "tp": ["all" if alike else place.tp_rank, place.tp_size],
     }
+    formats = number_formats(lambda name: getattr(ctx.server_args, name, None))
+    if formats:
+        fixed["number_formats"] = formats
     if place.shares_steps:
         # Experts and MLPs lie in shares on all of these, whose weights all enter the namespace.
         fixed["ranks_of_mlp"] = place.num_ranks

@@ -12,16 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import fields
 
 from runtime_cpu import inprocess
 
 inprocess.prepare()
+
+from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_ext.assembly.parts.identity import fixed_facts  # noqa: E402
 from sglang_ext.device.pools import DevicePool, HybridPools  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
 from sglang_ext.identity.namespace import namespace_digest  # noqa: E402
 from sglang_ext.ranks.rank import RankPlace  # noqa: E402
+from sglang_ext.settings.arguments import FREE, NUMBER_FORMATS  # noqa: E402
 
 LAYERS, DIM = 2, 32
 ALONE = RankPlace()
@@ -40,8 +44,8 @@ class Server:
     lower_bound: float | None = -5.0
 
 
-def name_of(server: Server, place: RankPlace = ALONE) -> bytes:
-    """The namespace of a rank, but for its weights."""
+def name_of(server: Server, place: RankPlace = ALONE, **arguments: Any) -> bytes:
+    """The namespace of a rank, but for its weights; with arguments of SGLang's."""
     own = tuple(torch.zeros(server.page_size, 1, DIM, dtype=server.dtype) for _ in range(LAYERS))
     pool = DevicePool("mha", server.dtype, own, own, 0, server.page_size)
     pools = HybridPools(pool)
@@ -60,7 +64,7 @@ def name_of(server: Server, place: RankPlace = ALONE) -> bytes:
             token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: None),
         ),
         tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Linear(1, 1))),
-        server_args=SimpleNamespace(kv_cache_dtype="auto"),
+        server_args=SimpleNamespace(kv_cache_dtype="auto", **arguments),
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(to_dict=lambda: {"text_config": text})
         ),
@@ -107,3 +111,26 @@ def test_groups_share_rank_for_rank_and_servers_of_other_sizes_share_nothing() -
 def test_what_a_state_is_made_of_is_in_its_name(change: Callable[[Server], Server]) -> None:
     server = Server()
     assert name_of(server) == name_of(Server()) != name_of(change(server))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"deepep_dispatcher_output_dtype": "nvfp4"},
+        {"flashinfer_a2a_dispatch_type": "mxfp8"},
+        {"flashinfer_mxfp4_moe_precision": "bf16"},
+        {"enable_w4a4_mxfp4_megamoe": True},
+    ],
+)
+def test_kv_of_activations_in_few_bits_is_none_of_a_server_that_has_them_in_full(
+    arguments: dict[str, Any],
+) -> None:
+    """Weights and configuration are the same, and what layers behind experts compute is not."""
+    assert name_of(Server(), **arguments) != name_of(Server())
+
+
+def test_a_number_format_that_nobody_chose_changes_no_name() -> None:
+    """What servers of before have stored is found: these are SGLang's own values."""
+    defaults = {field.name: field.default for field in fields(ServerArgs)}
+    own = {name: defaults[name] for name in FREE[NUMBER_FORMATS]}
+    assert name_of(Server(), **own) == name_of(Server())
