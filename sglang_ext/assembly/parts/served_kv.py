@@ -30,9 +30,9 @@ class ServedKV:
         pools: these pools as rows: of full layers, with those of drafts, and of window layers.
         layout: of a page.
         snapshots: of layers with a state; None without such layers.
-        is_bound: K of the full layers is stored with its rotation, unless windows move, too. Drafts,
-            windows, states and an index go by the position that they were computed at. A lossy
-            codec needs K without its rotation, also where a draft keeps the page in its place.
+        is_bound: K of the full layers is stored with its rotation, unless windows move, too: KV of
+            drafts and windows, states and an index stay at their positions. Behind a draft K is
+            without its rotation all the same where a lossy codec wants it so.
     """
 
     runner: Any
