@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 import multiprocessing
 import os
@@ -151,6 +152,8 @@ def _simulated(
         ) from error
 
 
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
 # Of a process that simulates.
 _traffic: Traffic
 _done: Any  # requests that were admitted, by size
@@ -160,6 +163,11 @@ def _set_up(traffic: Traffic, done: Any) -> None:
     """A process that simulates begins."""
     global _traffic, _done
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for it, too: it ends without a word
+    # However its parent ends, which starts processes in a thread that stays as long as it does.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    parent = multiprocessing.parent_process()
+    if parent is not None and os.getppid() != parent.pid:
+        os._exit(1)  # it ended before
     _traffic, _done = traffic, done
 
 

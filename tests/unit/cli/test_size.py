@@ -6,10 +6,12 @@ import json
 import re
 import subprocess
 import sys
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from sglang_ext.cli import main
@@ -355,6 +357,25 @@ def test_long_prompts_are_simulated_in_bounded_time(chats: Chats) -> None:
     assert traffic.page_tokens == 64 or traffic.page_tokens < mean / 50
     for size in sizes_for(traffic, 327_680):
         _system(traffic, 327_680, size, 3.0)  # which refuses what it cannot be
+
+
+def test_what_simulates_ends_with_who_started_it() -> None:
+    """SIGTERM ends the command at once, as `timeout` and service managers do."""
+    call = "import sys; from sglang_ext.cli import main; sys.exit(main(sys.argv[1:]))"
+    many = ["--chats-per-second", "20", "--host-size", "0.5", "1"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", call, "size", str(TINYLM), *many],
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    workers: list[psutil.Process] = []
+    while not workers:
+        assert process.poll() is None, "it simulated nothing in another process"
+        found = psutil.Process(process.pid).children()
+        workers = [each for each in found if "spawn_main" in " ".join(each.cmdline())]
+        time.sleep(0.05)
+    process.terminate()
+    process.wait()
+    assert not psutil.wait_procs(workers, timeout=120)[1]
 
 
 def test_it_needs_neither_torch_nor_sglang() -> None:
