@@ -115,9 +115,10 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves long forms out, and skips what this machine or this run cannot do."""
+    """Leaves long forms out, skips what this machine or this run cannot do, and orders the rest."""
     _leave_long_forms_out(config, items)
     _skip_what_cannot_be_done(items)
+    _put_the_longest_first(items)
 
 
 def _leave_long_forms_out(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -185,3 +186,12 @@ def _skip_what_cannot_be_done(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def _put_the_longest_first(items: list[pytest.Item]) -> None:
+    """Files with the mark ``longest``, which else would end alone, when all others are through.
+
+    By whole files: workers take one at a time, in order, and a file's servers are for its tests.
+    """
+    longest = {item.path for item in items if item.get_closest_marker("longest") is not None}
+    items.sort(key=lambda item: item.path not in longest)

@@ -32,7 +32,6 @@ HOST_PAGES = 120
 _SLOT_GB = 266240 / (1 << 30)
 _OPTIONS = (
     *("--max-total-tokens", "8192", "--enable-hier-kv"),
-    *("--hier-kv-host-size", f"{HOST_PAGES * _SLOT_GB + 1e-6:.7f}"),
     *("--hier-kv-disk-size", "1", "--hier-kv-disk-segment-size", "0.0156"),
     # Damage is done through the page cache.
     *("--hier-kv-disk-io", "buffered", "--hier-kv-prefetch-policy", "wait_complete"),
@@ -64,6 +63,7 @@ class RunningFaults:
         references: plain SGLang's answers.
         tallies: where results go.
         options: further flags of the server.
+        host_pages: room in DRAM; as many pages of new prompts push out what it has.
         hung_s: how long `hung_disk` had the disk hang.
     """
 
@@ -72,6 +72,7 @@ class RunningFaults:
     references: References
     tallies: Tallies
     options: tuple[str, ...] = ()
+    host_pages: int = HOST_PAGES
     hung_s: float = 0.0
     log: Log = field(default_factory=Log)
     samples: dict[str, list[float]] = field(default_factory=dict)
@@ -85,8 +86,9 @@ class RunningFaults:
         self.events = self.folder / "events.jsonl"
         self.disk = self.folder / "disk"
         where = ("--hier-kv-disk-dir", str(self.disk), "--hier-kv-event-log", str(self.events))
+        room = ("--hier-kv-host-size", f"{self.host_pages * _SLOT_GB + 1e-6:.7f}")
         self.server = Server(
-            [*_OPTIONS, *self.options, *where],
+            [*_OPTIONS, *room, *self.options, *where],
             log_path=self.folder / "server.log",
             env=environment(self.folder / "plugin", self.control),
             start_timeout_s=START_S,
@@ -150,7 +152,7 @@ class RunningFaults:
 
     def push_out(self) -> None:
         """Makes everything before leave the device and DRAM."""
-        for prompt in self.source.take(HOST_PAGES // PROMPT_PAGES + 2):
+        for prompt in self.source.take(self.host_pages // PROMPT_PAGES + 2):
             self._save(prompt)
         flush_device(self.server)
         self.settle()
@@ -424,7 +426,7 @@ class RunningFaults:
     def _check_nothing_is_held(self) -> None:
         """Every slot of DRAM can still change hands: new prompts are saved, none is dropped."""
         before = self.counts().get("save_dropped_pages", 0)
-        for prompt in self.source.take(2 * HOST_PAGES // PROMPT_PAGES):
+        for prompt in self.source.take(2 * self.host_pages // PROMPT_PAGES):
             self._save(prompt)
             self.settle()
         dropped = self.counts().get("save_dropped_pages", 0) - before

@@ -16,7 +16,7 @@ from bench.soak.report import make_report
 from bench.soak.world import World
 from tests.long_form import either
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.longest]
 
 SHORT_LIFE = 5  # rounds of a server that is ended soon
 LONG_LIFE = either(14, 60)  # of which memory is bounded behind the first six

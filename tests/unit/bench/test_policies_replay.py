@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from bench.policies.replay import (
     KV_BYTES_PER_TOKEN,
     PIN_SHARE,
     Replay,
+    Replayed,
     num_reusable,
     order_share,
     request_hints,
@@ -30,6 +33,7 @@ from sglang_ext.simulator.virtual_store import (
     virtual_store,
 )
 from sglang_ext.tiers.base import RecoveredPages
+from sglang_ext.tiers.disk import DiskStats
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.types import DiskCopies, Rows
@@ -72,12 +76,17 @@ def test_a_replay_is_deterministic_and_below_the_optimum(lines: list[Line]) -> N
     assert done[0].hits + done[0].new == sum(map(len, paths))
 
 
-@pytest.mark.parametrize("write_policy", ["write_through", "auto"])
-def test_what_is_written_is_counted_by_whether_the_disk_had_it_before(
-    write_policy: str,
-) -> None:
-    """A page that gave its place to another and comes back is no new one."""
-    paths = growing_chats(3, 60, 400)
+class Known(NamedTuple):
+    """A replay whose queue shows the next five, with what it wrote."""
+
+    done: Replayed
+    stats: DiskStats
+    num_again: int  # placed that had been there before
+
+
+@cache
+def known_five(write_policy: str) -> Known:
+    """Of the growing chats; for two tests, as it takes seconds."""
     with virtual_store(CHATS, PolicyConfig(), write_policy) as server:
         table = server.store._books.table
         place, remove = table.place, table.remove
@@ -96,9 +105,18 @@ def test_what_is_written_is_counted_by_whether_the_disk_had_it_before(
             return remove(rows, why)
 
         table.place, table.remove = note_place, note_remove  # type: ignore[method-assign]
+        paths = growing_chats(3, 60, 400)
         done = Replay(paths, 5, [1.0] * len(paths)).run(server)
-        stats = server.disk.stats() if server.disk is not None else None
-    assert stats is not None
+        assert server.disk is not None
+        return Known(done, server.disk.stats(), num_again)
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "auto"])
+def test_what_is_written_is_counted_by_whether_the_disk_had_it_before(
+    write_policy: str,
+) -> None:
+    """A page that gave its place to another and comes back is no new one."""
+    done, stats, num_again = known_five(write_policy)
     assert (num_again > 0) == (write_policy == "auto")
     assert done.writes.all == stats.records_written + stats.records_salvaged
     assert done.writes.first == stats.records_written - num_again
@@ -156,8 +174,11 @@ def test_lookahead_is_never_under_lru_and_near_the_rule_that_knows_as_much(
     """Over as many different pages as the store held."""
     paths = growing_chats(3, 60, 400)
     for num_known in (5, 40, len(paths)):
-        with virtual_store(CHATS, PolicyConfig(), write_policy) as server:
-            done = Replay(paths, num_known, [1.0] * len(paths)).run(server)
+        if num_known == 5:
+            done = known_five(write_policy).done
+        else:
+            with virtual_store(CHATS, PolicyConfig(), write_policy) as server:
+                done = Replay(paths, num_known, [1.0] * len(paths)).run(server)
         lru = order_share(paths, done.mean_held, "lru")
         rule = order_share(paths, done.mean_held, "waiting", num_known)
         assert done.hit_share >= lru, num_known

@@ -133,3 +133,13 @@ def test_a_default_run_takes_the_short_form(monkeypatch: pytest.MonkeyPatch) -> 
     assert (long_form.count(2, 40), long_form.either("a", "b")) == (2, "a")
     monkeypatch.setattr(long_form, "FACTOR", 3)
     assert (long_form.count(2, 40), long_form.either("a", "b")) == (120, "b")
+
+
+def test_a_file_that_takes_longest_runs_first(tmp_path: Path) -> None:
+    """Whole, and in its order: whoever comes last else ends alone."""
+    first = "\nimport pytest\npytestmark = pytest.mark.longest\n"
+    first += "".join(f'def test_{name}():\n    print("number", {name})\n' for name in (7, 6))
+    (tmp_path / "test_z.py").write_text(first)
+    done = run(tmp_path, "2*", what=".")
+    assert not done.returncode, done.stdout + done.stderr
+    assert re.findall(r"number (\d+)", done.stdout) == ["7", "6", "22", "23"]
