@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import importlib.util
 import json
@@ -178,9 +179,9 @@ def _in_a_process(part: str, flags: argparse.Namespace, left_s: float) -> str:
     except subprocess.TimeoutExpired:
         return f"it took over {limit_s:.0f} s"
     finally:
-        if process.returncode is None:  # it, and what it started; servers see to themselves
+        with contextlib.suppress(ProcessLookupError):  # what it started; servers see to themselves
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
     return f"its process ended with {code}" if code else ""
 
 

@@ -31,7 +31,7 @@ class PluginThread(NamedTuple):
 SCHEDULER: Final = (
     "each layer of a load: on a CPU until it is copied, with CUDA until `hier-kv-load` has queued "
     "its copy; with several ranks, the collective of a step. Between requests: saves under way "
-    "before weights change, before SGLang retracts requests, or where states that wait to be saved "
+    "before weights change, or where rows or states that wait to be saved "
     "leave no room for others; the folder's list when a namespace opens; a flush at shutdown"
 )
 """What SGLang's own scheduler thread may wait for in `seam/`."""

@@ -284,7 +284,7 @@ def _tokens(now: Mapping[str, int], before: Mapping[str, int] | None) -> str:
     reasons = ", ".join(f"{reason} {n / requested:.1%}" for reason, n in missed.items())
     total = f"{requested:,} asked for, {sum(reused.values()) / requested:.1%} reused"
     rest = requested - sum(reused.values()) - sum(missed.values())
-    ends = f"; shorter than a page at the end {rest / requested:.1%}" if rest > 0 else ""
+    ends = f"; ends of prompts {rest / requested:.1%}" if rest > 0 else ""
     return f"{total}{f' ({tiers})' if tiers else ''}; missed: {reasons or 'nothing'}{ends}"
 
 

@@ -29,10 +29,11 @@ def place_near(arena: HostArena, gpu: Any) -> None:
     """
     if arena.is_borrowed:
         return
-    try:
-        address = numa.pci_address(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)
-    except AttributeError:  # of a torch that does not say; copies are right wherever DRAM lies
+    places = [getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    if None in places:  # of a torch that does not say; copies are right wherever DRAM lies
+        logger.info("hier-kv: torch does not say where the GPU is: DRAM lies on any NUMA node")
         return
+    address = numa.pci_address(*places)
     node = numa.node_near(address)
     if node is None:
         return

@@ -148,7 +148,7 @@ class Lockstep(Admission):
 
     @property
     def num_rounds(self) -> int:
-        """Reductions so far: one a scheduler step, and one at each flush or weight update."""
+        """Reductions so far: one a scheduler step, and those in which saves end between steps."""
         return self._consensus.num_rounds
 
     # ---- a request's way ----

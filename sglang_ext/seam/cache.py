@@ -800,15 +800,22 @@ class HierKVRadixCache(UnifiedRadixCache):
             self.quiesce()
         return super().evict_for_alloc(params, **kwargs)
 
-    def before_retraction(self) -> None:
+    def free_saved_pages(self) -> bool:
         """SGLang lacks rows for a decode step: what waits to be saved is saved first.
 
-        It is locked until then. So taking a request off the device would not free it, and SGLang
-        would go on until it aborts the last one.
+        It is locked until then, so that it cannot be evicted. Without this SGLang would retract
+        requests, whose prompts are locked as well, until it aborts the last one. All ranks of a
+        group come here in the same step. Not with pipeline stages, which cannot agree on the saves
+        that have ended outside of their rounds.
+
+        Returns:
+            Whether there may be more room now.
         """
-        if self.linker.pending_offloads:
-            self.store.counters.add("waits_for_saved_pages")
-            self.quiesce()
+        if self.pp_size > 1 or not self.linker.pending_offloads:
+            return False
+        self.store.counters.add("waits_for_saved_pages")
+        self.quiesce()
+        return True
 
     def quiesce(self) -> None:
         """Waits for pending saves and takes their results, so that SGLang may flush or update."""

@@ -8,6 +8,7 @@ SGLang; docs/compatibility.md is generated from here.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -365,6 +366,12 @@ FREE: dict[str, tuple[str, ...]] = {about: tuple(text.split()) for about, text i
 KNOWN = frozenset(LIMITED).union(*FREE.values())
 
 _NOT_CHOSEN = (None, False, "auto", "default")
+# Variables of SGLang's that choose number formats as well.
+_FORMAT_VARIABLES = (
+    "SGLANG_DEEPEP_BF16_DISPATCH",
+    "SGLANG_MOE_NVFP4_DISPATCH",
+    "SGLANG_NIXL_EP_BF16_DISPATCH",
+)
 
 # Nodes are started by command lines of their own. Where one of these differs, ranks run other
 # batches, compute with another KV or sample other tokens, and what they store outlives the mistake.
@@ -393,6 +400,7 @@ def on_all_nodes(read: Callable[[str], Any]) -> dict[str, Any]:
         read: an argument's value by its name; None where this release has none of that name.
     """
     values = {f"--{flag(name)}": read(name) for name in ON_ALL_NODES}
+    values |= dict.fromkeys(_FORMAT_VARIABLES) | _formats_of_environment()
     return {
         name: value if value is None or isinstance(value, str | int | float) else repr(value)
         for name, value in values.items()
@@ -403,13 +411,21 @@ def number_formats(read: Callable[[str], Any]) -> dict[str, Any]:
     """The number formats of activations that somebody chose, by argument; for the namespace.
 
     KV of later layers is computed from them, and neither weights nor configuration say which they
-    are. What SGLang chooses by itself is left out: it follows from model and device.
+    are. What SGLang chooses where nobody does is left out: it follows from model and device.
 
     Args:
         read: an argument's value by its name; None where this release has none of that name.
     """
     values = {name: read(name) for name in FREE[NUMBER_FORMATS]}
-    return {name: value for name, value in values.items() if value not in _NOT_CHOSEN}
+    chosen = {name: value for name, value in values.items() if value not in _NOT_CHOSEN}
+    # Here "auto" is not what SGLang does without the flag.
+    if values["flashinfer_a2a_dispatch_type"] is not None:
+        chosen["flashinfer_a2a_dispatch_type"] = values["flashinfer_a2a_dispatch_type"]
+    return chosen | _formats_of_environment()
+
+
+def _formats_of_environment() -> dict[str, str]:
+    return {name: os.environ[name] for name in _FORMAT_VARIABLES if name in os.environ}
 
 
 def outside_limits(read: Callable[[str], Any]) -> Iterator[tuple[str, Any, Limit]]:

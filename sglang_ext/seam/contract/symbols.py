@@ -94,7 +94,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (f"{_PD}.decode", "DecodeTransferQueue"): "_do_release",
         ("srt.session.session_controller", "Session"): "_concat_token_arrays",
         ("srt.managers.schedule_batch", "Req"): "__init__ extend_image_inputs",
-        ("srt.managers.schedule_batch", "ScheduleBatch"): "retract_decode",
+        ("srt.managers.schedule_batch", "ScheduleBatch"): "check_decode_mem",
     },
     Use.FOLLOWED: {
         (_UNIFIED, "UnifiedRadixCache"): (

@@ -61,7 +61,7 @@ def register_scheduler_hooks(
     request_observers.add(_part_from_another_turn)
     request_observers.add(_made)
     hook(f"{_REQUEST}.extend_image_inputs", _after_images)
-    hook(f"{_BATCH}.retract_decode", _before_retraction, "before")
+    hook(f"{_BATCH}.check_decode_mem", _around_room_for_decode, "around")
     hook(f"{_SCHEDULER}.run_batch", _before_run_batch, "before")
     hook(f"{_SCHEDULER}.run_batch", _after_run_batch)
     hook(f"{_SCHEDULER}.process_batch_result", _after_process_batch_result)
@@ -142,9 +142,12 @@ def _after_images(result: None, self: Any, *args: Any, **kwargs: Any) -> None:
             self.set_finish_with_abort(_OUT_OF_PLACE)
 
 
-def _before_retraction(self: Any, *args: Any, **kwargs: Any) -> None:
-    if isinstance(self.tree_cache, HierKVRadixCache):
-        self.tree_cache.before_retraction()
+def _around_room_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any) -> bool:
+    has_room = bool(original(self, *args, **kwargs))
+    cache = self.tree_cache
+    if has_room or not isinstance(cache, HierKVRadixCache) or not cache.free_saved_pages():
+        return has_room
+    return bool(original(self, *args, **kwargs))
 
 
 def _before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

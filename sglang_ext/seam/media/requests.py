@@ -11,6 +11,7 @@ from itertools import count
 from typing import Any
 
 import numpy as np
+from sglang.srt.managers.schedule_batch import MultimodalDataItem
 
 from sglang_ext.identity.media import (
     CARRIER,
@@ -73,6 +74,8 @@ class MediaRequests:
         self._why_not = why_not_images(args, architecture, keeps)
         if not self._tree.shows_nodes:
             self._why_not = "a tree in Rust"
+        if not hasattr(MultimodalDataItem, "padding_values"):
+            self._why_not = "this release of SGLang has no digests of them"
         if self._why_not:
             logger.info(
                 "hier-kv: requests with images are served and neither stored nor loaded: %s",

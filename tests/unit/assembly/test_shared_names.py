@@ -118,6 +118,7 @@ def test_what_a_state_is_made_of_is_in_its_name(change: Callable[[Server], Serve
     [
         {"deepep_dispatcher_output_dtype": "nvfp4"},
         {"flashinfer_a2a_dispatch_type": "mxfp8"},
+        {"flashinfer_a2a_dispatch_type": "auto"},  # mxfp8 of some models, where none is bf16
         {"flashinfer_mxfp4_moe_precision": "bf16"},
         {"enable_w4a4_mxfp4_megamoe": True},
     ],
@@ -127,6 +128,18 @@ def test_kv_of_activations_in_few_bits_is_none_of_a_server_that_has_them_in_full
 ) -> None:
     """Weights and configuration are the same, and what layers behind experts compute is not."""
     assert name_of(Server(), **arguments) != name_of(Server())
+
+
+@pytest.mark.parametrize(
+    "variable",
+    ["SGLANG_DEEPEP_BF16_DISPATCH", "SGLANG_MOE_NVFP4_DISPATCH", "SGLANG_NIXL_EP_BF16_DISPATCH"],
+)
+def test_so_is_kv_of_formats_that_the_environment_chooses(
+    variable: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    without = name_of(Server())
+    monkeypatch.setenv(variable, "1")
+    assert name_of(Server()) != without
 
 
 def test_a_number_format_that_nobody_chose_changes_no_name() -> None:

@@ -129,7 +129,7 @@ def test_what_became_of_prompt_tokens_is_one_line() -> None:
     before, now = state(), state(**counts)
     line = (
         "1,000 asked for, 50.0% reused (disk 40.0%, device 10.0%); "
-        "missed: evicted_disk 25.6%, never_stored 19.2%; shorter than a page at the end 5.2%"
+        "missed: evicted_disk 25.6%, never_stored 19.2%; ends of prompts 5.2%"
     )
     for shown in (describe(now), describe(now, before, 2.0)):
         assert sum(line in row for row in shown) == 1

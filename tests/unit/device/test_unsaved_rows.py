@@ -13,20 +13,19 @@ from runtime_cpu import inprocess
 
 inprocess.prepare()
 
-from sglang_ext.seam.hooks.scheduler import _before_retraction  # noqa: E402
+from sglang.srt.managers.schedule_batch import ScheduleBatch  # noqa: E402
+
+from sglang_ext.seam.hooks.scheduler import _around_room_for_decode  # noqa: E402
 from tests.property.worlds.taint_world import PAGE, World  # noqa: E402
 
 TOKENS = [1 + at % 90 for at in range(6 * PAGE)]
 
 
 @pytest.mark.parametrize("core", ["python", "rust"])
-def test_a_retraction_frees_what_is_being_saved(
+def test_a_decode_step_has_the_room_of_what_is_being_saved(
     core: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """SGLang takes requests off the device until a decode step has room, and aborts the last one.
-
-    By its own question whether it has, which it asks again behind each of them.
-    """
+    """Else SGLang takes requests off the device until it has, and aborts the last one."""
     world = World(tmp_path, monkeypatch, 1, core=core, device_pages=8, lossy=False, with_disk=False)
     may_save = threading.Event()
     begin_save, quiesce = world.store.begin_save, world.cache.hier_linker.quiesce
@@ -47,11 +46,17 @@ def test_a_retraction_frees_what_is_being_saved(
         while req in world.running:
             world.go_on(req)
         assert world.cache.linker.pending_offloads
-        step: Any = {"num_tokens": world.allocator.size, "tree_cache": world.cache}
-        assert not world.allocator.check_decode_capacity(**step)
-        _before_retraction(SimpleNamespace(tree_cache=world.cache))
-        assert world.allocator.check_decode_capacity(**step)
-        _before_retraction(SimpleNamespace(tree_cache=world.cache))
+        batch: Any = SimpleNamespace(
+            tree_cache=world.cache,
+            token_to_kv_pool_allocator=world.allocator,
+            new_tokens_required_next_decode=lambda indices: world.allocator.size,
+            reqs=[],
+            spec_algorithm=None,
+        )
+        assert not ScheduleBatch.check_decode_mem(batch)
+        assert _around_room_for_decode(ScheduleBatch.check_decode_mem, batch)
+        batch.new_tokens_required_next_decode = lambda indices: world.allocator.size + 1
+        assert not _around_room_for_decode(ScheduleBatch.check_decode_mem, batch)
         waits = world.store.stats()["waits_for_saved_pages"]
         assert waits == 1, "there was nothing more to wait for"
     finally:
