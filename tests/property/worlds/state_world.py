@@ -9,9 +9,7 @@ tracks states by rules that are written down here again (`track_extend`, `track_
 from __future__ import annotations
 
 import functools
-import random
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,38 +18,22 @@ import pytest
 import torch
 
 from tests.property.worlds.window_world import (  # isort: skip
-    CODED_HEADS, DIM, HEADS, MAX_TOKENS, PAGE, POISON, Identity, Request, WindowWorld, WrongKVError,
-    codec_of, opened_codec, record_tier,
+    DIM, MAX_TOKENS, PAGE, POISON, Request, WindowWorld, WrongKVError,
 )  # fmt: skip
 
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
-from sglang.srt.mem_cache import unified_radix_cache
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
-from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components import mamba
 
-from sglang_ext.assembly.policy_setup import placement_of
 from sglang_ext.assembly.state_setup import awaited_layers, snapshots_of
-from sglang_ext.assembly.window_setup import bound_ropes, place_questions_of
 from sglang_ext.device.copier import PageCopier
-from sglang_ext.device.local_pages import LocalPages
 from sglang_ext.device.pools import describe_pools
-from sglang_ext.device.ports.host import HostPort
 from sglang_ext.device.states.snapshots import part_hashes
-from sglang_ext.kernels import rope as rope_kernels
-from sglang_ext.seam.cache import CacheParts, HierKVRadixCache
-from sglang_ext.seam.linker import HierKVLinker
-from sglang_ext.seam.metrics.reporter import MetricsReporter
-from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.tiers.host import HostArena
-from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.record import parse_header
-from sglang_ext.tiers.remote import RemoteStore
-from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from sglang_ext.tiers.store.types import READY
 
 TRACK = 2 * PAGE  # tokens between two states that a decode keeps
@@ -103,39 +85,21 @@ def stages_of(*kinds: str) -> list[StageLayers]:
 class StateWorld(WindowWorld):
     """One server's cache; `step` does one random thing."""
 
-    def __init__(
-        self,
-        folder: Path,
-        patch: pytest.MonkeyPatch,
-        seed: int,
-        *,
-        policy: str = "write_through",
-        device_pages: int = 48,
-        num_states: int = 40,
-        host_pages: int = 64,
-        disk_bytes: int = 16 << 20,
-        prefetch_policy: str = "timeout",
-        timeout_ms: float = 300.0,
-        lookahead: str = "on",
-        remote: RemoteStore | None = None,
-        is_one_of_many: bool = False,
-        coded: str = "",
-        index_pages: int = 4096,
+    host_pages = 64
+
+    def make_pools(  # type: ignore[override]  # each model has options of its own
+        self, patch: pytest.MonkeyPatch, device_pages: int, *, num_states: int = 40,
         layers: StageLayers = WHOLE_MODEL,
-    ) -> None:
-        patch.setattr(
-            unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
-        )
+    ) -> dict[str, Any]:  # fmt: skip
+        """See `WindowWorld.make_pools`."""
         settings = SimpleNamespace(
             mamba_max_states_per_path=-1, enable_mamba_extra_buffer_lazy=False
         )
         patch.setattr(mamba, "get_exec", lambda: SimpleNamespace(mamba=settings))
         patch.setattr(mamba, "mamba_cache_chunk_size", lambda: PAGE)
         patch.setattr(mamba, "mamba_checkpoint_grid", lambda page: page)
-        torch.set_num_threads(1)  # several spin at their barriers where others want the cores
-        self.rng, self.num_states, self.layers = random.Random(seed), num_states, layers
-        self.heads = CODED_HEADS if coded else HEADS
-        self.req_pool: Any = HybridReqToTokenPool(
+        self.num_states, self.layers = num_states, layers
+        self.req_pool = HybridReqToTokenPool(
             size=16, mamba_size=num_states, mamba_spec_state_size=16,
             max_context_len=MAX_TOKENS, device="cpu", enable_memory_saver=False,
             cache_params=Mamba2CacheParams(
@@ -145,93 +109,45 @@ class StateWorld(WindowWorld):
             mamba_layer_ids=list(layers.stateful), enable_mamba_extra_buffer=True,
             start_layer=layers.first,
         )  # fmt: skip
-        self.kv_pool: Any = HybridLinearKVPool(
+        self.kv_pool = HybridLinearKVPool(
             size=device_pages * PAGE, dtype=torch.bfloat16, page_size=PAGE, head_num=self.heads,
             head_dim=DIM, full_attention_layer_ids=list(layers.full), device="cpu",
             mamba_pool=self.req_pool.mamba_pool, start_layer=layers.first,
         )  # fmt: skip
-        self.allocator: Any = PagedTokenToKVPoolAllocator(
+        self.allocator = PagedTokenToKVPoolAllocator(
             device_pages * PAGE, PAGE, torch.bfloat16, "cpu", self.kv_pool, False
         )
-        params = CacheInitParams(
-            disable=False,
-            req_to_token_pool=self.req_pool,
-            token_to_kv_pool_allocator=self.allocator,
-            page_size=PAGE,
-            tree_components=(ComponentType.FULL, ComponentType.MAMBA),
-            tree_core_backend="python",
-            enable_mamba_extra_buffer=True,
-            pp_rank=layers.number,
-            pp_size=layers.num_stages,
-        )
-        pool = describe_pools(self.kv_pool).full
-        ropes = bound_ropes(pool)
-        self.layout = pool.layout(PAGE)
-        ctx = SimpleNamespace(is_hybrid_ssm=True, params=params)
-        snapshots = snapshots_of(ctx, self.layout)
+        self.full_pool = describe_pools(self.kv_pool).full
+        self.ropes, self.layout = self.ropes_of(self.full_pool), self.full_pool.layout(PAGE)
+        params = SimpleNamespace(req_to_token_pool=self.req_pool)
+        snapshots = snapshots_of(SimpleNamespace(is_hybrid_ssm=True, params=params), self.layout)
         assert snapshots is not None
         self.snapshots = snapshots
-        self.arena = HostArena(host_pages, self.layout.slot_bytes)
-        self.disk = record_tier(folder, disk_bytes, coded)
-        config = HierKVConfig(
-            tree_core="python", prefetch_policy=prefetch_policy, lookahead=lookahead,
-            pin_share=0.25 if lookahead == "on" else 0.0,
-            remote_url="file://there" if remote is not None else "",
-            prefetch_timeout_ms=timeout_ms,
-        )  # fmt: skip
-        self.store = PageStore(
-            self.arena,
-            PageIndex(index_pages),
-            self.disk,
-            PageStoreConfig(policy, placement=placement_of(config, is_hybrid=True)),
-            codec_of(self.layout, coded, remotely=False),
-            remote=remote,
-            open_coded=opened_codec(self.layout, coded),
-            rules=LocalPages(self.layout, ropes, "pre", exact_only=True),
-        )
-        if self.disk is not None:
-            self.store.connect(self.disk)
-        self.identity = Identity()
-        identity: Any = self.identity
-        metrics = MetricsReporter(self.store, self.disk, enabled=False, labels={})
-        copier = PageCopier(
-            pool, self.layout, ropes, self.arena.slots, mode="pre", kernels=rope_kernels
-        )
-
-        def make_parts(cache: Any) -> CacheParts:
-            linker = HierKVLinker(
-                self.store,
-                copier,
-                num_layers=1 + max(map(max, awaited_layers(snapshots, self.kv_pool))),
-                page_size=PAGE,
-                kv_pool=self.kv_pool,
-                port=HostPort(),
-                forward_stream=None,
-                accepts_all=is_one_of_many,
-                snapshots=snapshots,
-                state_layers=awaited_layers(snapshots, self.kv_pool),
-            )
-            return CacheParts(
-                linker, identity, config, metrics,
-                place_questions=place_questions_of(None, snapshots, self.store, config),
-            )  # fmt: skip
-
-        self.cache = HierKVRadixCache(params, make_parts)
-        self.cache.bind_scheduler(self)
-        for each in (self.kv_pool, self.req_pool):
-            each.register_layer_transfer_counter(self.cache.hier_linker.layer_done_counter)
-        self.running: list[Request] = []
-        self.waiting: list[Request] = []
-        self.counts: dict[str, int] = {}
-        self.made: dict[bytes, tuple[int, tuple[str | None, ...], list[int]]] = {}
-        self._next = 0
         self._branches: dict[str, int | None] = {}
-        self._free: list[set[int]] = [set(), set()]
         self._part_bytes = self.layout.tail_offset - 512
         # Each check of the store looks at all states in it.
         self._values_of = functools.lru_cache(maxsize=1024)(self._make_values)
         self._bytes_of = functools.lru_cache(maxsize=1024)(self._make_bytes)
-        self.poison()
+        return {
+            "tree_components": (ComponentType.FULL, ComponentType.MAMBA),
+            "enable_mamba_extra_buffer": True,
+            "pp_rank": layers.number,
+            "pp_size": layers.num_stages,
+        }
+
+    def of_linker(self, cache: Any, copier: PageCopier) -> dict[str, Any]:
+        """See `WindowWorld.of_linker`."""
+        layers = awaited_layers(self.snapshots, self.kv_pool)
+        return {
+            "num_layers": 1 + max(map(max, layers)),
+            "snapshots": self.snapshots,
+            "state_layers": layers,
+        }
+
+    def count_loads(self, counter: Any) -> None:
+        """See `WindowWorld.count_loads`."""
+        for each in (self.kv_pool, self.req_pool):
+            each.register_layer_transfer_counter(counter)
 
     # ---- the model ----
 
@@ -398,16 +314,16 @@ class StateWorld(WindowWorld):
         """Overwrites rows and states that became free, and the padding ones."""
         lists = (self.allocator.free_pages, self.allocator.release_pages)
         free = {page for each in lists if each is not None for page in each.tolist()} | {0}
-        new = np.array(sorted(free - self._free[0] | {0}))
+        new = np.array(sorted(free - self._poisoned[0] | {0}))
         rows = (new[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
         pool = self.kv_pool.full_kv_pool
         for buffer in (*pool.k_buffer, *pool.v_buffer):
             buffer.view(torch.int16).numpy()[rows] = POISON
         slots = set(self.req_pool.mamba_allocator.free_slots.tolist()) | {0}
-        fresh = sorted(slots - self._free[1] | {0})
+        fresh = sorted(slots - self._poisoned[1] | {0})
         for tensor in self.snapshots.pool.tensors:
             tensor[:, fresh] = -7777.0
-        self._free = [free, slots]
+        self._poisoned = [free, slots]
 
     # ---- requests ----
 
@@ -420,45 +336,13 @@ class StateWorld(WindowWorld):
         req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
         self._branches[req.rid] = result.mamba_branching_seqlen
 
-    def admit(self, req: Request, chunk: int | None = None) -> bool:
-        """As the scheduler does: match, lock, load, allocate, compute, insert."""
-        self.cache.check_hicache_events()
-        # SGLang runs no more requests than there are five states for each.
-        if len(self.running) >= min(RUNNING, self.num_states // 5):
-            return False
-        if not self.cache.check_prefetch_progress(req.cache_request_handle):
-            return False
+    def may_run_more(self) -> bool:
+        """SGLang runs no more requests than there are five states for each."""
+        return len(self.running) < min(RUNNING, self.num_states // 5)
+
+    def match_to_run(self, req: Request) -> None:
+        """See `WindowWorld.match_to_run`."""
         self.match(req, takes_state=True)
-        req.lock = self.cache.lock(req.last_node)
-        if self.cache.linker.has_hit(req.rid):
-            loaded, req.last_node = self.cache.linker.load_back(req)
-            req.prefix_len += loaded
-            req.num_loaded = loaded
-        target = len(req.tokens)
-        if chunk is not None:
-            target = min(target, (req.prefix_len + chunk) // PAGE * PAGE)
-        held = req.prefix_len
-        rows = self.allocate(max(0, -(-target // PAGE) * PAGE - held))
-        if rows is None:
-            self.give_up(req)
-            return False
-        self.waiting.remove(req)
-        prefix = self.cache.prefix_device_indices(req) if req.prefix_len else None
-        self.make_room_for_states(req)
-        self.req_pool.alloc([req])
-        if prefix is not None:
-            self.write(req, 0, prefix)
-        self.write(req, held, rows)
-        req.kv.kv_allocated_len = held + len(rows)
-        self.cache.maybe_hand_to_session(req)
-        index = self.cache.ready_to_load_host_cache()
-        self.cache.hier_linker.layer_done_counter.set_consumer(index)
-        assert not self.cache.finish_external_linker_loads([req])
-        self.cache.hier_linker.layer_done_counter.set_consumer(-1)
-        self.forward(req, req.prefix_len, target)
-        self.checkpoint(req, target)
-        self.running.append(req)
-        return True
 
     def refuse(self, req: Request) -> None:
         """As the scheduler does where a request that it has matched finds no room.

@@ -252,9 +252,13 @@ class WindowWorld:
     of_pairs = False  # keys of the tree are of tokens
     draft_pools: Sequence[MHATokenToKVPool] = ()  # of the draft's layers
 
-    def ropes_of(self, pool: DevicePool) -> list[LayerRope]:
-        """How K of each layer of a part is stored."""
-        return bound_ropes(pool)
+    host_pages = 48
+    ropes: list[LayerRope]  # of the full layers
+    full_pool: DevicePool
+    layout: PageLayout
+    kv_pool: Any
+    allocator: Any
+    req_pool: Any
 
     def __init__(
         self,
@@ -262,64 +266,35 @@ class WindowWorld:
         patch: pytest.MonkeyPatch,
         seed: int,
         *,
-        window: int = 6,
         policy: str = "write_through",
         device_pages: int = 48,
-        window_pages: int = 30,
-        host_pages: int = 48,
+        host_pages: int | None = None,
         disk_bytes: int = 16 << 20,
         prefetch_policy: str = "timeout",
         timeout_ms: float = 300.0,
         lookahead: str = "on",
         remote: RemoteStore | None = None,
         is_one_of_many: bool = False,
-        two_shapes: bool = False,
-        drafts: bool = False,
         coded: str = "",
         index_pages: int = 4096,
+        **model: Any,
     ) -> None:
         patch.setattr(
             unified_radix_cache, "get_disagg", lambda: SimpleNamespace(disaggregation_mode="null")
         )
         torch.set_num_threads(1)  # several spin at their barriers where others want the cores
         self.rng = random.Random(seed)
-        self.window = window
-        sizes = device_pages * PAGE, window_pages * PAGE
-        full, windowed = SHARING if two_shapes else ((), ())
-        self.kv_pool = SWAKVPool(
-            *sizes, PAGE, torch.bfloat16, CODED_HEADS if coded else HEADS, DIM,
-            [*WINDOWED, *windowed], [*FULL, *full], "cpu",
-            **(TWO_SHAPES if two_shapes else {}),
-        )  # fmt: skip
-        self.allocator = SWATokenToKVPoolAllocator(
-            *sizes, PAGE, torch.bfloat16, "cpu", self.kv_pool, False
-        )
-        self.req_pool = ReqToTokenPool(16, MAX_TOKENS, "cpu", False)
-        self.of_pairs = drafts
-        self.draft_pools = [
-            MHATokenToKVPool(sizes[0], PAGE, torch.bfloat16, HEADS, DIM, 1, "cpu", False)
-        ] * drafts
+        self.heads = CODED_HEADS if coded else HEADS
+        of_tree = self.make_pools(patch, device_pages, **model)
         params = CacheInitParams(
             disable=False,
             req_to_token_pool=self.req_pool,
             token_to_kv_pool_allocator=self.allocator,
             page_size=PAGE,
-            tree_components=(ComponentType.FULL, ComponentType.SWA),
             tree_core_backend="python",
-            sliding_window_size=window,
-            is_eagle=drafts,
+            **of_tree,
         )
-        read_layers = {*FULL, *WINDOWED} if two_shapes else None
-        pools = describe_pools(self.kv_pool, read_layers, self.draft_pools)
-        assert pools.groups is not None
-        assert isinstance(pools.groups, BlockGroups) == two_shapes
-        ropes, *window_ropes = map(self.ropes_of, [pools.full, *pools.window_parts()])
-        self.layout = pools.layout(PAGE)
-        self.num_groups = len(pools.groups.groups)
-        self.parts = [_blocks_of(pools.groups.full, pools.full, self.layout)]
-        for number, part in enumerate(pools.window_parts()):
-            self.parts.append(_part_of(pools.groups, number, part, self.layout))
-        self.arena = HostArena(host_pages, self.layout.slot_bytes)
+        self.arena = HostArena(host_pages or self.host_pages, self.layout.slot_bytes)
         self.disk = record_tier(folder, disk_bytes, coded)
         config = HierKVConfig(
             tree_core="python", prefetch_policy=prefetch_policy, lookahead=lookahead,
@@ -335,50 +310,108 @@ class WindowWorld:
             codec_of(self.layout, coded, remotely=False),
             remote=remote,
             open_coded=opened_codec(self.layout, coded),
-            rules=LocalPages(self.layout, ropes, "pre", exact_only=self.exact_only),
+            rules=LocalPages(self.layout, self.ropes, "pre", exact_only=self.exact_only),
         )
         if self.disk is not None:
             self.store.connect(self.disk)
         copier = PageCopier(
-            pools.full, self.layout, ropes, self.arena.slots, mode="pre", kernels=rope_kernels
-        )
+            self.full_pool, self.layout, self.ropes, self.arena.slots, mode="pre",
+            kernels=rope_kernels,
+        )  # fmt: skip
         self.identity = Identity()
         identity: Any = self.identity
         metrics = MetricsReporter(self.store, self.disk, enabled=False, labels={})
 
         def make_parts(cache: Any) -> CacheParts:
-            windows = window_layers(cache, pools, copier, window_ropes)
-            assert windows is not None
+            of_model = self.of_linker(cache, copier)
             linker = HierKVLinker(
                 self.store,
                 copier,
-                num_layers=len(FULL) + len(WINDOWED) + len(self.draft_pools),
                 page_size=PAGE,
                 kv_pool=self.kv_pool,
                 port=HostPort(),
                 forward_stream=None,
                 accepts_all=is_one_of_many,
-                windows=windows,
+                **of_model,
             )
-            return CacheParts(
-                linker, identity, config, metrics,
-                place_questions=place_questions_of(windows, None, self.store, config),
-            )  # fmt: skip
+            questions = place_questions_of(
+                of_model.get("windows"), of_model.get("snapshots"), self.store, config
+            )
+            return CacheParts(linker, identity, config, metrics, place_questions=questions)
 
         self.cache = HierKVRadixCache(params, make_parts)
         self.cache.bind_scheduler(self)
-        counter = self.cache.hier_linker.layer_done_counter
-        self.kv_pool.register_layer_transfer_counter(counter)
-        count_loads_of(
-            [SimpleNamespace(token_to_kv_pool=each) for each in self.draft_pools], counter
-        )
+        self.count_loads(self.cache.hier_linker.layer_done_counter)
         self.running: list[Request] = []
         self.waiting: list[Request] = []
         self.counts: dict[str, int] = {}
         self.made: dict[bytes, tuple[int, tuple[str | None, ...], list[int]]] = {}
         self._next = 0
-        self._poisoned: list[set[int]] = [set(), set()]  # free pages of both pools
+        self._poisoned: list[set[int]] = [set(), set()]  # what is free of both pools
         self.poison()
+
+    # ---- what each model has of its own ----
+
+    def make_pools(
+        self, patch: pytest.MonkeyPatch, device_pages: int, *, window: int = 6,
+        window_pages: int = 30, two_shapes: bool = False, drafts: bool = False,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Makes the pools on the device, and says how their rows lie in a slot.
+
+        Returns:
+            What the tree is told of them, arguments of `CacheInitParams`.
+        """
+        self.window = window
+        sizes = device_pages * PAGE, window_pages * PAGE
+        full, windowed = SHARING if two_shapes else ((), ())
+        self.kv_pool = SWAKVPool(
+            *sizes, PAGE, torch.bfloat16, self.heads, DIM, [*WINDOWED, *windowed],
+            [*FULL, *full], "cpu", **(TWO_SHAPES if two_shapes else {}),
+        )  # fmt: skip
+        self.allocator = SWATokenToKVPoolAllocator(
+            *sizes, PAGE, torch.bfloat16, "cpu", self.kv_pool, False
+        )
+        self.req_pool = ReqToTokenPool(16, MAX_TOKENS, "cpu", False)
+        self.of_pairs = drafts
+        self.draft_pools = [
+            MHATokenToKVPool(sizes[0], PAGE, torch.bfloat16, HEADS, DIM, 1, "cpu", False)
+        ] * drafts
+        read_layers = {*FULL, *WINDOWED} if two_shapes else None
+        self._pools = describe_pools(self.kv_pool, read_layers, self.draft_pools)
+        groups, self.full_pool = self._pools.groups, self._pools.full
+        assert groups is not None
+        assert isinstance(groups, BlockGroups) == two_shapes
+        self.ropes, *self._window_ropes = map(
+            self.ropes_of, [self.full_pool, *self._pools.window_parts()]
+        )
+        self.layout = self._pools.layout(PAGE)
+        self.num_groups = len(groups.groups)
+        self.parts = [_blocks_of(groups.full, self.full_pool, self.layout)]
+        for number, part in enumerate(self._pools.window_parts()):
+            self.parts.append(_part_of(groups, number, part, self.layout))
+        return {
+            "tree_components": (ComponentType.FULL, ComponentType.SWA),
+            "sliding_window_size": window,
+            "is_eagle": drafts,
+        }
+
+    def ropes_of(self, pool: DevicePool) -> list[LayerRope]:
+        """How K of each layer of a part is stored."""
+        return bound_ropes(pool)
+
+    def of_linker(self, cache: Any, copier: PageCopier) -> dict[str, Any]:
+        """What the linker is told of the model, arguments of `HierKVLinker`."""
+        windows = window_layers(cache, self._pools, copier, self._window_ropes)
+        assert windows is not None
+        num_layers = len(FULL) + len(WINDOWED) + len(self.draft_pools)
+        return {"num_layers": num_layers, "windows": windows}
+
+    def count_loads(self, counter: Any) -> None:
+        """Has forwards wait for the layers that are loaded."""
+        self.kv_pool.register_layer_transfer_counter(counter)
+        count_loads_of(
+            [SimpleNamespace(token_to_kv_pool=each) for each in self.draft_pools], counter
+        )
 
     @property
     def waiting_queue(self) -> list[Request]:
@@ -597,9 +630,11 @@ class WindowWorld:
     def admit(self, req: Request, chunk: int | None = None) -> bool:
         """As the scheduler does: match, lock, load, allocate, compute, insert."""
         self.cache.check_hicache_events()
+        if not self.may_run_more():
+            return False
         if not self.cache.check_prefetch_progress(req.cache_request_handle):
             return False
-        self.match(req)
+        self.match_to_run(req)
         req.lock = self.cache.lock(req.last_node)
         if self.cache.linker.has_hit(req.rid):
             loaded, req.last_node = self.cache.linker.load_back(req)
@@ -609,20 +644,18 @@ class WindowWorld:
         if chunk is not None:
             target = min(target, (req.prefix_len + chunk) // PAGE * PAGE)
         held = req.prefix_len
-        need = max(0, -(-target // PAGE) * PAGE - held)
-        rows = self.allocate(need)
+        rows = self.allocate(max(0, -(-target // PAGE) * PAGE - held))
         if rows is None:
             self.give_up(req)
             return False
         self.waiting.remove(req)
-        if req.prefix_len:
-            prefix = self.cache.prefix_device_indices(req)
-            self.req_pool.alloc([req])
+        prefix = self.cache.prefix_device_indices(req) if req.prefix_len else None
+        self.make_room_for_states(req)
+        self.req_pool.alloc([req])
+        if prefix is not None:
             self.write(req, 0, prefix)
-        else:
-            self.req_pool.alloc([req])
         self.write(req, held, rows)
-        req.kv.kv_allocated_len = held + need
+        req.kv.kv_allocated_len = held + len(rows)
         self.cache.maybe_hand_to_session(req)
         index = self.cache.ready_to_load_host_cache()
         self.cache.hier_linker.layer_done_counter.set_consumer(index)
@@ -632,6 +665,17 @@ class WindowWorld:
         self.checkpoint(req, target)
         self.running.append(req)
         return True
+
+    def may_run_more(self) -> bool:
+        """Whether the model has what another request needs beside rows."""
+        return True
+
+    def match_to_run(self, req: Request) -> None:
+        """The match of a request that is about to run."""
+        self.match(req)
+
+    def make_room_for_states(self, req: Request) -> None:
+        """There are no states."""
 
     def give_up(self, req: Request) -> None:
         """No room: what was prepared is taken back, as SGLang does when it aborts a request."""
