@@ -17,14 +17,14 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers import index_kernels as kernels
 from sglang_ext.tiers.errors import TierConfigError, TierInvariantError, TierUsageError
-from sglang_ext.tiers.memory import PAGE_BYTES, lazy_zeros, round_up
+from sglang_ext.tiers.memory import lazy_zeros
 
 HASH_BYTES: Final = 32
 NO_ROW: Final = -1
@@ -157,10 +157,6 @@ class PageIndex:
         num = kernels.prefix(*self._table, words, _u32(namespace), rows, self.flags, need_flags)
         return rows[:num]
 
-    def prefix_len(self, hashes: Hashes, namespace: int, need_flags: int = 0) -> int:
-        """How many leading pages are known and have every bit of `need_flags`."""
-        return len(self.prefix_rows(hashes, namespace, need_flags))
-
     def insert(self, hashes: Hashes, namespace: int) -> Inserted:
         """Find or add each page.
 
@@ -182,16 +178,6 @@ class PageIndex:
         return int(
             kernels.remove(*self._table, _as_rows(rows), *self._links, self.host_slot, self.segment)
         )
-
-    def key(self, row: int) -> tuple[bytes, int]:
-        """Page hash and namespace number of a live row.
-
-        Raises:
-            TierUsageError: The row is not live.
-        """
-        if not self.is_live([row])[0]:
-            raise TierUsageError(f"Row {row} holds no page; keep no row beyond its removal.")
-        return self._keys[row].tobytes(), int(self._namespaces[row])
 
     def keys(self, rows: npt.ArrayLike) -> tuple[Hashes, npt.NDArray[np.uint32]]:
         """Copies of the hashes u8[N, 32] and namespace numbers u32[N] of live rows.
@@ -277,19 +263,6 @@ class PageIndex:
         return rows[:num]
 
     # ---- books -----------------------------------------------------------------------------
-
-    def nbytes(self) -> int:
-        """Bytes of memory in use: the columns up to the highest row ever used, and all buckets."""
-        top = int(self._state[kernels.TOP])
-        used = sum(round_up(top * c.itemsize * c[:1].size, PAGE_BYTES) for c in self._columns())
-        return used + round_up(self._buckets.nbytes, PAGE_BYTES)
-
-    def _columns(self) -> list[npt.NDArray[Any]]:
-        return [
-            self._keys, self._namespaces, self._prev, self._next, self.host_slot, self.segment,
-            self.block, self.num_blocks, self.disk_quality, self.flags, self.quality, self.hits,
-            self.stamp,
-        ]  # fmt: skip
 
     def check(self) -> None:
         """Verify table, row pool and LRU list against each other (linear; for tests and idle time).

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_ext.simulator.loop import Simulator
-from sglang_ext.simulator.source import ConversationSource, ReplaySource, Source, TraceSource
+from sglang_ext.simulator.source import ConversationSource, Source, TraceSource
 from sglang_ext.simulator.tally import Tally
 from sglang_ext.simulator.types import (
     Conversation,
@@ -56,7 +56,6 @@ def run(
     warmup_turns: int = 0,
     measured_turns: int | None = None,
     config: PolicyConfig | None = None,
-    recorded: Recorded | None = None,
     on_admitted: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Runs a workload on one server.
@@ -68,8 +67,6 @@ def run(
         warmup_turns: turns, in order of admission, that are not measured.
         measured_turns: turns that are, `None` for all others.
         config: instead of the policy's own.
-        recorded: `Outcome.recorded` of a run of the same workload: replayed instead of it, at the
-            times at which its requests came there.
         on_admitted: is told after each admission how many there were.
 
     Raises:
@@ -82,8 +79,6 @@ def run(
     if policy == "recompute":
         system = dataclasses.replace(system, dram_bytes=0, disk_bytes=0)
     source = source_of(workload, system)
-    if recorded is not None:
-        source = ReplaySource(recorded)
     tally = Tally(system, warmup_turns, measured_turns, source.num_requests)
     simulator = Simulator(source, system, config or POLICIES[policy], tally, on_admitted)
     simulator.run()

@@ -1,4 +1,4 @@
-"""Where the simulator's requests come from: conversations, traces, recorded runs."""
+"""Where the simulator's requests come from: conversations and traces."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import numpy as np
 from sglang_ext.simulator.types import (
     Conversation,
     Ids,
-    Recorded,
     Request,
     System,
     TraceRequest,
@@ -62,27 +61,6 @@ class TraceSource(Source):
         """See `Source.arrive`."""
         request, path = self._trace[key], self._paths[key]
         return Request(number, now_s, path, path, request.input_tokens, request.output_tokens)
-
-    def done(self, request: Request, now_s: float) -> None:
-        """See `Source.done`."""
-        return
-
-
-class ReplaySource(Source):
-    """Requests of an earlier run, at the times at which they arrived there."""
-
-    def __init__(self, recorded: Recorded) -> None:
-        self.num_pages = recorded.num_pages
-        self.num_requests = len(recorded.requests)
-        self._requests = recorded.requests
-
-    def starts(self) -> list[tuple[float, int]]:
-        """See `Source.starts`."""
-        return [(request.arrival_s, key) for key, request in enumerate(self._requests)]
-
-    def arrive(self, key: int, number: int, now_s: float) -> Request:
-        """See `Source.arrive`."""
-        return self._requests[key]
 
     def done(self, request: Request, now_s: float) -> None:
         """See `Source.done`."""

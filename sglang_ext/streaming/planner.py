@@ -77,7 +77,6 @@ class ContextStream:
         now_s: time at which the request came.
         deadline_s: when the first token is due; None for as soon as possible at the default level.
         question_tokens: tokens behind the context, computed in any case.
-        max_in_flight: fetches asked for at once, so that the link never waits for a decision.
     """
 
     def __init__(
@@ -90,7 +89,6 @@ class ContextStream:
         now_s: float,
         deadline_s: float | None = None,
         question_tokens: int = 1,
-        max_in_flight: int = MAX_IN_FLIGHT,
     ) -> None:
         if not offers:
             raise ValueError("a context that is streamed has at least one chunk")
@@ -100,7 +98,6 @@ class ContextStream:
         self._link = link
         self._deadline_s = deadline_s
         self._question_tokens = question_tokens
-        self._max_in_flight = max_in_flight
         self._margin_s = 0.0 if deadline_s is None else _MARGIN_SHARE * (deadline_s - now_s)
         self._steps = quality.steps(offers[0].prefix_bytes)
         self._num_offered = len(offers)  # chunks behind it cannot be had
@@ -147,7 +144,7 @@ class ContextStream:
 
     def next_fetch(self, now_s: float) -> ChunkFetch | None:
         """The next bytes to ask for; None when enough is asked for, for now or for good."""
-        if len(self._in_flight) >= self._max_in_flight:
+        if len(self._in_flight) >= MAX_IN_FLIGHT:
             return None
         self._plan = self._decide(now_s)
         fetch = self._candidate(now_s)

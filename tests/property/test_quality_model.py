@@ -273,17 +273,20 @@ class Model:
 
     # ---- checks ----
 
+    def page_at(self, row: int) -> int:
+        return NUMBER[self.index.keys([row])[0][0].tobytes()]
+
     def check(self) -> None:
         if not any(ticket.replaces.any() for ticket in self.saves):  # those hold slots of no row
             self.books.check()
         for row, (page, quality) in self.state().items():
-            assert NUMBER[self.index.key(row)[0]] == page
+            assert self.page_at(row) == page
             assert quality == self.index.quality[row], "DRAM is not as good as is said"
         for row in self.index.rows().tolist():
             if self.index.flags[row] & ON_DISK:
                 place = int(self.index.segment[row]), int(self.index.block[row])
                 page, quality = self.disk[place]
-                assert page == NUMBER[self.index.key(row)[0]]
+                assert page == self.page_at(row)
                 assert quality == self.index.disk_quality[row], "the disk is not as good as is said"
         for load in self.loads:
             self.check_load(load)

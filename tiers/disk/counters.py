@@ -76,10 +76,10 @@ class Counters:
         with self._lock:
             self._totals[name] += amount
 
-    def error(self, kind: str, amount: int = 1) -> None:
+    def error(self, kind: str) -> None:
         """Counts an error."""
         with self._lock:
-            self._errors[kind] += amount
+            self._errors[kind] += 1
 
     def drop(self, reason: str, amount: int = 1) -> None:
         """Counts records that were not stored."""

@@ -148,14 +148,10 @@ class DramDecision:
 
     Attributes:
         pages: leading ones to copy to the device; the others are computed.
-        expected_s: seconds that the prefill takes then; None where a speed was not measured yet.
-        load_all_s: the same with all of them copied.
         is_probe: these are copied as a measurement, though computing all seems quicker.
     """
 
     pages: int
-    expected_s: float | None = None
-    load_all_s: float | None = None
     is_probe: bool = False
 
 
@@ -403,11 +399,11 @@ class CostModel:
         best, whole = num_pages - int(np.argmin(done[::-1])), float(done[-1])
         best_s = float(done[best])
         if whole < _DRAM_MARGIN * best_s or whole - best_s < _DRAM_GAIN_S:
-            return DramDecision(num_pages, whole, whole)
+            return DramDecision(num_pages)
         if best or not probes:
-            return DramDecision(best, best_s, whole)
+            return DramDecision(best)
         pages = max(1, int(np.flatnonzero(done <= (1 + PROBE_SHARE) * best_s)[-1]))
-        return DramDecision(pages, float(done[pages]), whole, is_probe=True)
+        return DramDecision(pages, is_probe=True)
 
     def is_worth_waiting(
         self,

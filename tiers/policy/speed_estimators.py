@@ -54,13 +54,11 @@ class _Stratum:
 class TimeEstimator:
     """Expected seconds of a job from its features. One thread at a time; every call is O(1).
 
-    Args:
-        num_features: 2 or 3. The first is the constant 1; the second, the main one, explains the
-            times where the third cannot be told from it.
+    Of a job's 2 or 3 features the first is the constant 1; the second, the main one, explains the
+    times where the third cannot be told from it.
     """
 
-    def __init__(self, num_features: int) -> None:
-        self._num = num_features
+    def __init__(self) -> None:
         self._strata: OrderedDict[tuple[int, ...], _Stratum] = OrderedDict()
         self._ratios: deque[float] = deque(maxlen=PACE_WINDOW)
         self._shape: list[float] | None = None  # None: to be fitted
@@ -235,7 +233,7 @@ class PrefillEstimator:
     """
 
     def __init__(self) -> None:
-        self._time = TimeEstimator(3)
+        self._time = TimeEstimator()
 
     def add(self, work: Sequence[tuple[int, int]], seconds: float) -> None:
         """Learns from a batch: (new tokens, tokens before them) of each request."""
@@ -276,7 +274,7 @@ class TransferEstimator:
     """Latency and bandwidth of a tier: `t = latency + bytes / bandwidth`."""
 
     def __init__(self) -> None:
-        self._time = TimeEstimator(2)
+        self._time = TimeEstimator()
 
     def add(self, num_bytes: int, seconds: float) -> None:
         """Learns from one transfer."""

@@ -75,11 +75,6 @@ class KvCapture:
     planes: Bits
     rotated: Bits
 
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of the prefix."""
-        return int(self.planes.shape[1])
-
 
 @dataclass(frozen=True)
 class TokenDamage:
@@ -129,7 +124,7 @@ class CausalLm:
     ``tokenizer``. One thread at a time.
     """
 
-    def __init__(self, model_path: str, *, kv_dtype: str | None = None, device: str = "cpu"):
+    def __init__(self, model_path: str, *, device: str = "cpu"):
         """Load model and tokenizer from a folder or by name; float32 weights on ``device``.
 
         Raises:
@@ -150,9 +145,7 @@ class CausalLm:
         config = model.config.get_text_config(decoder=True)
         stored = str(getattr(config, "dtype", None) or "torch.bfloat16").removeprefix("torch.")
         names = {torch_name: name for name, (torch_name, _) in _DTYPES.items()}
-        self.kv_dtype = kv_dtype or names.get(stored, "bf16")
-        if self.kv_dtype not in _DTYPES:
-            raise ValueError(f"KV dtype is one of {', '.join(_DTYPES)}; got {self.kv_dtype}")
+        self.kv_dtype = names.get(stored, "bf16")
         self.model: Any = model.to(device=device, dtype=torch.float32).eval()
         self.model.requires_grad_(False)
         self.device = device
@@ -162,7 +155,6 @@ class CausalLm:
         self.head_dim = int(
             getattr(config, "head_dim", None) or config.hidden_size // self.num_heads
         )
-        self.vocabulary = int(config.vocab_size)
         if not hasattr(self.model.get_decoder(), "rotary_emb"):
             raise ValueError(f"{model_path}: its decoder has no rotary_emb; Llama-like is needed")
 

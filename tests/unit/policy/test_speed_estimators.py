@@ -153,7 +153,7 @@ def test_durations_that_mean_nothing_are_ignored() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    estimator = TimeEstimator(3)
+    estimator = TimeEstimator()
     rng = random.Random(1)
     for _ in range(2_000):
         estimator.add((1.0, 4 ** rng.uniform(0, 20), 4 ** rng.uniform(0, 40)), rng.random())

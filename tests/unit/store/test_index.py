@@ -86,7 +86,7 @@ def test_without_tags_colliding_pages_live_side_by_side() -> None:
     rows, created = index.insert(hashes, NS)
     assert created.all()
     np.testing.assert_array_equal(index.lookup(hashes, NS), rows)
-    assert index.prefix_len(hashes, NS) == 700
+    assert len(index.prefix_rows(hashes, NS)) == 700
     index.remove(rows[::2])
     np.testing.assert_array_equal(index.lookup(hashes[1::2], NS), rows[1::2])
     assert (index.lookup(hashes[::2], NS) == -1).all()
@@ -144,11 +144,11 @@ def test_reused_row_starts_clean_and_is_not_listed() -> None:
 
 def test_churn_reuses_rows_instead_of_growing() -> None:
     index = filled(100, capacity=100_000)
-    before = index.nbytes()
+    before = index._state[kernels.TOP]
     for seed in range(1, 50):
         index.remove(index.rows())
         index.insert(random_hashes(100, seed), NS)
-    assert index.nbytes() == before
+    assert index._state[kernels.TOP] == before
     index.check()
 
 
@@ -180,15 +180,15 @@ def test_prefix_stops_at_the_first_page_that_is_missing_or_lacks_a_flag() -> Non
     hashes = random_hashes(200)
     index = PageIndex(200)
     rows = index.insert(np.delete(hashes, 150, axis=0), NS).rows
-    assert index.prefix_len(hashes, NS) == 150
+    assert len(index.prefix_rows(hashes, NS)) == 150
     index.flags[rows] = 0b101
     index.flags[rows[70]] = 0b001
-    assert index.prefix_len(hashes, NS, 0b001) == 150
-    assert index.prefix_len(hashes, NS, 0b101) == 70
-    assert index.prefix_len(hashes, NS, 0b010) == 0
+    assert len(index.prefix_rows(hashes, NS, 0b001)) == 150
+    assert len(index.prefix_rows(hashes, NS, 0b101)) == 70
+    assert len(index.prefix_rows(hashes, NS, 0b010)) == 0
     np.testing.assert_array_equal(index.prefix_rows(hashes, NS, 0b101), rows[:70])
-    assert index.prefix_len(hashes[:0], NS) == 0
-    assert index.prefix_len(hashes, NS + 1) == 0
+    assert len(index.prefix_rows(hashes[:0], NS)) == 0
+    assert len(index.prefix_rows(hashes, NS + 1)) == 0
 
 
 def test_last_of_a_touched_batch_is_most_recent() -> None:
@@ -268,13 +268,10 @@ def test_keys_come_back_as_they_went_in() -> None:
     hashes = random_hashes(10)
     index = PageIndex(10)
     rows = index.insert(hashes, 0xFFFFFFFF).rows
-    assert index.key(int(rows[4])) == (hashes[4].tobytes(), 0xFFFFFFFF)
     copies, namespaces = index.keys(rows[::2])
     np.testing.assert_array_equal(copies, hashes[::2])
     assert (namespaces == 0xFFFFFFFF).all()
     index.remove(rows[4:5])
-    with pytest.raises(TierUsageError, match="holds no page"):
-        index.key(int(rows[4]))
     with pytest.raises(TierUsageError, match="holds no page"):
         index.keys(rows)
 
@@ -392,7 +389,7 @@ before = rss_bytes()
 index = PageIndex(capacity)
 fill(index, num)
 assert len(index) == num
-print((rss_bytes() - before) / num, index.nbytes() / num)
+print((rss_bytes() - before) / num)
 """
 
 
@@ -404,8 +401,4 @@ def test_memory_stays_within_132_bytes_a_page(capacity: int, fill: float) -> Non
         [sys.executable, "-c", RSS_PROGRAM, str(capacity), str(int(capacity * fill))],
         capture_output=True, text=True, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
-    measured, computed = map(float, done.stdout.split())
-    assert measured <= 132
-    assert computed <= 132
-    assert computed > 60, "less than the columns alone need"
-    assert abs(measured - computed) < 12
+    assert 60 < float(done.stdout) <= 132  # 60: what the columns alone need

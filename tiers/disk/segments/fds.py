@@ -29,10 +29,9 @@ class FdCache:
     no file is opened or closed: a disk may take its time, and who counts must not wait for it.
     """
 
-    def __init__(self, io: FileIO, flags: int, capacity: int = MAX_OPEN_FDS) -> None:
+    def __init__(self, io: FileIO, flags: int) -> None:
         self._io = io
         self._flags = flags
-        self._capacity = capacity
         self._lock = threading.Lock()
         self._files: OrderedDict[int, _OpenFile] = OrderedDict()  # guarded by _lock
         self._num_forgotten = 0  # calls of `forget` and `close`; guarded by _lock
@@ -86,7 +85,7 @@ class FdCache:
             else:  # or the segment may be gone, and its file with the read that opened it
                 opened.forgotten = True
             surplus = []
-            while len(self._files) > self._capacity:
+            while len(self._files) > MAX_OPEN_FDS:
                 surplus.append(self._files.popitem(last=False)[1])
             idle = _retire(surplus)
         self._close(idle)
