@@ -74,7 +74,7 @@ def _digest_of(path: Path | None) -> bytes:
         return b""
 
 
-def build_page_codec(
+def build_codecs(
     config: HierKVConfig,
     pool: DevicePool,
     layout: PageLayout,
@@ -84,10 +84,12 @@ def build_page_codec(
     num_draft_layers: int = 0,
     *,
     has_states: bool = False,
-) -> PageCodec | None:
-    """The codec of records; None where none are kept, or where codecs cannot see the pool.
+) -> tuple[PageCodec | None, RemotePageCodec | None]:
+    """The codec of records and that of the remote store.
 
-    With the codec "none" nothing is coded, and what an earlier run coded is still decoded.
+    That of records is None where none are kept, or where codecs cannot see the pool. With the
+    codec "none" nothing is coded, and what an earlier run coded is still decoded. That of the
+    remote store is None where pages travel raw.
 
     Args:
         config: the settings.
@@ -103,50 +105,28 @@ def build_page_codec(
     Raises:
         HierKVConfigError: codec, level or profile cannot be had with this model; one sentence.
     """
-    if not config.disk_dir and not config.coded_host_bytes:
-        return None
-    (codec_id, level, named), _ = _chosen(config)
-    is_coded = codec_id != "none"
-    with _or_refused(named) if is_coded else suppress(CodecError, OSError):
+    (codec_id, level, named), (remote_id, remote_level, remote_named) = _chosen(config)
+    of_records: PageCodec | None = None
+    if config.disk_dir or config.coded_host_bytes:
+        is_coded = codec_id != "none"
+        with _or_refused(named) if is_coded else suppress(CodecError, OSError):
+            shape = _shape(pool, layout, kv_dtype, num_draft_layers, has_states=has_states)
+            of_records = PageCodec(
+                shape,
+                codec_id,
+                parse_level(codec_id, level) if is_coded else None,
+                **_knowledge(config, codec_id, runner, shape, place),
+            )
+    if remote_id == "none":
+        return of_records, None
+    with _or_refused(remote_named):
         shape = _shape(pool, layout, kv_dtype, num_draft_layers, has_states=has_states)
-        return PageCodec(
+        return of_records, RemotePageCodec(
             shape,
-            codec_id,
-            parse_level(codec_id, level) if is_coded else None,
-            **_knowledge(config, codec_id, runner, shape, place),
-        )
-    return None
-
-
-def build_remote_codec(
-    config: HierKVConfig,
-    pool: DevicePool,
-    layout: PageLayout,
-    kv_dtype: torch.dtype,
-    runner: Any,
-    place: RankPlace,
-    num_draft_layers: int = 0,
-    *,
-    has_states: bool = False,
-) -> RemotePageCodec | None:
-    """The codec of the remote store; None where pages travel raw.
-
-    Arguments as above.
-
-    Raises:
-        HierKVConfigError: as above.
-    """
-    _, (codec_id, level, named) = _chosen(config)
-    if codec_id == "none":
-        return None
-    with _or_refused(named):
-        shape = _shape(pool, layout, kv_dtype, num_draft_layers, has_states=has_states)
-        return RemotePageCodec(
-            shape,
-            codec_id,
-            parse_level(codec_id, level),
+            remote_id,
+            parse_level(remote_id, remote_level),
             adopts=bool(config.key_file),  # then the store has nothing that no server of it made
-            **_knowledge(config, codec_id, runner, shape, place),
+            **_knowledge(config, remote_id, runner, shape, place),
         )
 
 

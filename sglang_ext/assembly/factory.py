@@ -15,7 +15,7 @@ from sglang_ext import __version__
 from sglang_ext.admission.cost_feeds import CostFeeds
 from sglang_ext.admission.forward_timer import ForwardTimer
 from sglang_ext.admission.load_or_compute import DramChoice, LoadOrCompute
-from sglang_ext.assembly.codec_setup import agree_on_profile, build_page_codec, build_remote_codec
+from sglang_ext.assembly.codec_setup import agree_on_profile, build_codecs
 from sglang_ext.assembly.draft_setup import count_loads_of
 from sglang_ext.assembly.limits import tell_limits
 from sglang_ext.assembly.one_copy import reader_store
@@ -142,8 +142,7 @@ def _store(
     """The page store, what keeps its records, and their codec; `ropes` of the full layers."""
     of_pages = (config, kv.pools.full, kv.layout, kv.kv_pool.dtype, kv.runner, place)
     has_states = kv.snapshots is not None
-    page_codec = build_page_codec(*of_pages, kv.num_draft_layers, has_states=has_states)
-    remote_codec = build_remote_codec(*of_pages, kv.num_draft_layers, has_states=has_states)
+    page_codec, remote_codec = build_codecs(*of_pages, kv.num_draft_layers, has_states=has_states)
     if copies.one_copy is not None and not copies.one_copy.keeps:
         return reader_store(copies.one_copy, kv.layout, feeds.counters), None, page_codec
     # A stored page of a hybrid, of a model with an index, or behind a draft without a lossy codec

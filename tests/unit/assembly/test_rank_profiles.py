@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.assembly.codec_setup import agree_on_profile, build_page_codec
+from sglang_ext.assembly.codec_setup import agree_on_profile, build_codecs
 from sglang_ext.codec.calibration import profile_paths
 from sglang_ext.codec.calibration.calibrate import profile_from_planes
 from sglang_ext.codec.calibration.hf_capture import float_to_bits
@@ -51,7 +51,7 @@ def codec_of(folder: Path, rank: int, profile: Path | str = "") -> Any:
         server_args=SimpleNamespace(model_path=str(folder)), model=torch.nn.Linear(2, 2)
     )
     layout = PageLayout(4, (2 * HEAD_DIM,) * LAYERS, (2 * HEAD_DIM,) * LAYERS, 2)
-    return build_page_codec(config, pool, layout, torch.bfloat16, runner, RankPlace(rank, 2))
+    return build_codecs(config, pool, layout, torch.bfloat16, runner, RankPlace(rank, 2))[0]
 
 
 def test_each_rank_uses_the_part_of_its_head(files: dict[int, Path], tmp_path: Path) -> None:

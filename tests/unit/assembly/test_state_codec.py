@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.assembly.codec_setup import DTYPE_NAMES, build_page_codec, build_remote_codec
+from sglang_ext.assembly.codec_setup import DTYPE_NAMES, build_codecs
 from sglang_ext.codec.registry import codec_class, codec_ids
 from sglang_ext.device.layout import HEADER_BYTES, ROPE_BOUND, PageLayout, write_tail
 from sglang_ext.device.pools import DevicePool
@@ -36,17 +36,16 @@ def codec_of(
     own = tuple(torch.zeros(32, 1, HEAD_DIM, dtype=dtype) for _ in range(LAYERS))
     pool = DevicePool("mha", dtype, own, own, 0, 32)
     config = HierKVConfig(codec=codec, disk_dir=str(folder), disk_size=1.0)
-    build: Any = build_page_codec
     if remote:
         config = HierKVConfig(codec=f"remote={codec}", remote_url=f"file://{folder}")
-        build = build_remote_codec
     runner = SimpleNamespace(
         server_args=SimpleNamespace(model_path=str(folder)), model=torch.nn.Linear(2, 2)
     )
     rows = (dtype.itemsize * HEAD_DIM,) * LAYERS
     layout = PageLayout(page_size, rows, rows, dtype.itemsize)
     place = RankPlace(0, 1)
-    return layout, build(config, pool, layout, dtype, runner, place, has_states=has_states)
+    codecs = build_codecs(config, pool, layout, dtype, runner, place, has_states=has_states)
+    return layout, codecs[remote]
 
 
 @pytest.mark.parametrize("remote", [False, True], ids=["disk", "remote"])
