@@ -12,7 +12,6 @@ Pins are of the stored pages, each once. Scheduler thread only; neither copies n
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +19,7 @@ import numpy as np
 from sglang_ext.admission.waiting_request import ReusablePrefix
 from sglang_ext.device.composition import Composition
 from sglang_ext.ranks.consensus import AgreedRequest, RankDivergenceError
-from sglang_ext.ranks.promises import Promise, PromiseBook, part_of
+from sglang_ext.ranks.promises import Promise, PromiseBook, chosen_of, part_of, places_of
 from sglang_ext.tiers.store import KeySpace, LoadTicket, TierCounts
 from sglang_ext.tiers.store.types import Hashes, Rows, Slots
 
@@ -86,20 +85,7 @@ class CompositionBook(PromiseBook):
     def take(
         self, handle: Hashable, space: KeySpace, device_pages: int, hashes: Hashes
     ) -> LoadTicket | None:
-        """See `PromiseBook`.
-
-        Args:
-            handle: of the request.
-            space: the request's, as of now.
-            device_pages: index of the first page to load.
-            hashes: u8 `[n, 32]`, the stored pages that the pages to load are made of.
-
-        Returns:
-            See `PromiseBook`.
-
-        Raises:
-            RankDivergenceError: they were promised and are not pinned here; a bug.
-        """
+        """See `PromiseBook`; the hashes are of the stored pages that those to load are made of."""
         promise = self._promises.get(handle)
         if promise is None or _composition_of(promise.prefix) is None:
             return super().take(handle, space, device_pages, hashes)
@@ -107,15 +93,14 @@ class CompositionBook(PromiseBook):
         if settled is None or not self.num_promised(handle, space, device_pages):
             return None
         num = settled.end_page
-        at_key = {key.tobytes(): at for at, key in enumerate(promise.prefix.hashes[:num])}
-        found = [at_key.get(key.tobytes()) for key in hashes]
-        if None in found:
+        wanted = places_of(hashes, promise.prefix.hashes[:num])
+        if wanted is None:
             return None
         if promise.first_page or promise.end_page != num:
             raise RankDivergenceError(
                 "hier-kv promised pages that it does not hold; restart the server and report this"
             )
-        return self._hand_over(promise, settled, np.array(found, np.int64), hashes)
+        return self._hand_over(promise, settled, wanted, hashes)
 
     def _hand_over(
         self, promise: Promise, settled: AgreedRequest, wanted: Rows, hashes: Hashes
@@ -130,12 +115,7 @@ class CompositionBook(PromiseBook):
         promise.first_page = num - keeps_last
         promise.ticket = part_of(ticket, promise.first_page, num)
         promise.settled = settled._replace(end_page=0)
-        taken = replace(
-            ticket,
-            rows=ticket.rows[wanted],
-            slots=ticket.slots[wanted],
-            quality=np.full(len(wanted), settled.quality, np.uint8),
-        )
+        taken = chosen_of(ticket, wanted, settled.quality)
         self._store.begin_load(promise.prefix.space, taken, hashes)
         return taken
 

@@ -388,6 +388,19 @@ def part_of(ticket: LoadTicket, start: int, end: int) -> LoadTicket:
     )
 
 
+def chosen_of(ticket: LoadTicket, places: Rows, quality: int) -> LoadTicket:
+    """The pages of a ticket at these places, with the quality that was agreed."""
+    agreed = np.full(len(places), quality, np.uint8)
+    return replace(ticket, rows=ticket.rows[places], slots=ticket.slots[places], quality=agreed)
+
+
+def places_of(hashes: Hashes, keys: Hashes) -> Rows | None:
+    """Where each page is among others, the last place of each; None where one is not."""
+    at_key = {key.tobytes(): at for at, key in enumerate(keys)}
+    found = [at_key.get(key.tobytes()) for key in hashes]
+    return None if None in found else np.array(found, np.int64)
+
+
 def _joined(first: LoadTicket, second: LoadTicket) -> LoadTicket:
     """Both of the same prefix, so of the same key space."""
     return replace(

@@ -33,7 +33,14 @@ from sglang_ext.admission.place_question import PlaceQuestion
 from sglang_ext.admission.resume_points import ResumePoint
 from sglang_ext.admission.waiting_request import Readiness, ReusablePrefix
 from sglang_ext.ranks.consensus import AgreedRequest, RequestReport
-from sglang_ext.ranks.promises import Promise, PromiseBook, no_pages, part_of
+from sglang_ext.ranks.promises import (
+    Promise,
+    PromiseBook,
+    chosen_of,
+    no_pages,
+    part_of,
+    places_of,
+)
 from sglang_ext.tiers.store import KeySpace, LoadTicket, TierCounts
 from sglang_ext.tiers.store.types import Hashes, Rows, Slots
 
@@ -270,17 +277,7 @@ class ResumeBook(PromiseBook):
     def take(
         self, handle: Hashable, space: KeySpace, device_pages: int, hashes: Hashes
     ) -> LoadTicket | None:
-        """Hands over the pins for a load; the request keeps those of its prompt's last page.
-
-        Args:
-            handle: of the request.
-            space: the request's, as of now.
-            device_pages: index of the first page to load.
-            hashes: u8 `[n, 32]`, all of the load: pages, then windows or the state.
-
-        Returns:
-            See `PromiseBook`.
-        """
+        """See `PromiseBook`; the hashes are of the whole load: pages, then windows or the state."""
         promise = self._find(handle)
         if promise is None or not self.num_promised(handle, space, device_pages):
             return None
@@ -288,21 +285,14 @@ class ResumeBook(PromiseBook):
         assert settled is not None
         num_kept = len(promise.ticket.rows) - promise.point.num_last
         keys = promise.prefix.off_device[:num_kept]
-        at_key = {key.tobytes(): at for at, key in enumerate(keys)}
-        found = [at_key.get(key.tobytes()) for key in hashes]
-        if None in found:
+        wanted = places_of(hashes, keys)
+        if wanted is None:
             return None
-        wanted = np.array(found, np.int64)
         unused = np.ones(num_kept, np.bool_)
         unused[wanted] = False
         ticket = promise.ticket
         self._release(ticket.slots[:num_kept][unused])
-        taken = replace(
-            ticket,
-            rows=ticket.rows[wanted],
-            slots=ticket.slots[wanted],
-            quality=np.full(len(wanted), settled.quality, np.uint8),
-        )
+        taken = chosen_of(ticket, wanted, settled.quality)
         promise.ticket = part_of(ticket, num_kept, len(ticket.rows))
         promise.settled = settled._replace(first_page=settled.end_page)
         self._store.begin_load(promise.prefix.space, taken, hashes)
