@@ -13,11 +13,10 @@ from sglang_ext.tiers.base import Location, RecoveredPages, Tier
 class PageBooks:
     """Where pages lie. Attributes: `pages`, by location: hash and blocks."""
 
-    def __init__(self, seed: int, on_gone: Callable[[Location], None] | None = None) -> None:
+    def __init__(self, seed: int) -> None:
         self.pages: dict[Location, tuple[bytes, int]] = {}
         self._thinned: set[int] = set()
         self._rng = np.random.default_rng(seed)
-        self._on_gone = on_gone or (lambda location: None)
         self.keep: Callable[[bytes], bool] = lambda page_hash: False
 
     def connect(self, tier: Tier) -> None:
@@ -77,6 +76,5 @@ class PageBooks:
 
     def _forget(self, places: Sequence[Location]) -> None:
         for place in places:
-            self._on_gone(place)
             del self.pages[place]
             self._thinned.add(place.segment)

@@ -12,17 +12,14 @@ _MARKERS = "osv^Dd*XPp<>"
 _PRODUCT_COLOUR = COLOURS[1]
 
 
-def plot_rate_against_damage(
-    path: Path, title: str, points: Sequence[Point], product: str, *, value: str = "kl"
-) -> Path:
-    """A line for each codec: bits a value, and KL or another of a point's figures on a log axis."""
+def plot_rate_against_damage(path: Path, title: str, points: Sequence[Point], product: str) -> Path:
+    """A line for each codec: bits a value, and KL on a log axis."""
     fig, axes = figure(8.5, 5.5)
     for number, name in enumerate(dict.fromkeys(point.codec for point in points)):
         mine = sorted(
             (point for point in points if point.codec == name), key=lambda p: p.bits_per_value
         )
-        values = [(point.bits_per_value, float(getattr(point, value))) for point in mine]
-        values = [(bits, damage) for bits, damage in values if damage > 0]
+        values = [(point.bits_per_value, point.kl) for point in mine if point.kl > 0]
         if not values:
             continue  # exact: nothing to show on a log axis
         is_product = name == product
@@ -37,7 +34,7 @@ def plot_rate_against_damage(
         )
     axes.set_yscale("log")
     axes.set_xlabel("bits per value, all bytes counted")
-    axes.set_ylabel("KL of next-token distributions, nats" if value == "kl" else value)
+    axes.set_ylabel("KL of next-token distributions, nats")
     axes.grid(alpha=0.3, which="both")
     axes.set_title(title, fontsize=10)
     axes.legend(fontsize=7)

@@ -127,9 +127,7 @@ def memcpy_mb_s(repeats: int) -> float:
     return 1000 * median([copier.run() for _ in range(repeats)])
 
 
-def entropy_stage(
-    profile: Profile, dtype: str, planes: Bits, repeats: int, *, with_constriction: bool = True
-) -> list[Speed]:
+def entropy_stage(profile: Profile, dtype: str, planes: Bits, repeats: int) -> list[Speed]:
     """The default level's symbols alone: rANS, zstandard and constriction on the same ones.
 
     Raw MB are those of the planes that the symbols stand for.
@@ -173,8 +171,7 @@ def entropy_stage(
                 repeats,
             )
         )
-    if with_constriction:
-        speeds.append(_constriction(columns, classes, profile, common, max(1, repeats // 3)))
+    speeds.append(_constriction(columns, classes, profile, common, max(1, repeats // 3)))
     return speeds
 
 

@@ -69,9 +69,9 @@ def plot_bars(
 
 
 def plot_distributions(
-    path: Path, title: str, label: str, groups: Mapping[str, Sequence[float]], *, log: bool = False
+    path: Path, title: str, label: str, groups: Mapping[str, Sequence[float]]
 ) -> Path:
-    """One box a group, from its 5th to its 95th percentile, with every value as a point."""
+    """One box a group, 5th to 95th percentile, and every value as a point, on a log axis."""
     fig, axes = figure(8.0, 4.0)
     shown = {name: values for name, values in groups.items() if values}
     axes.boxplot(list(shown.values()), whis=(5, 95), showfliers=False)
@@ -79,7 +79,6 @@ def plot_distributions(
     for place, values in enumerate(shown.values(), start=1):
         axes.scatter([place] * len(values), values, s=8, color=_BLUE, alpha=0.5)
     axes.set_ylabel(label)
-    if log:
-        axes.set_yscale("log")
+    axes.set_yscale("log")
     axes.set_title(title, fontsize=10)
     return save(fig, path)

@@ -37,12 +37,12 @@ def headline(figures: Mapping[str, Figures]) -> dict[str, dict[str, float]]:
     }
 
 
-def gap_closed(figures: Mapping[str, Figures], policy: str = "lookahead") -> float | None:
-    """Share of the way from LRU to the optimum; None where there is no way to go."""
+def gap_closed(figures: Mapping[str, Figures]) -> float | None:
+    """Share of the look-ahead's way from LRU to the optimum; None where there is none to go."""
     low, high = (figures[name]["hit_rate"] for name in ("lru", "belady"))
     if high - low < _MIN_GAP:
         return None
-    return float((figures[policy]["hit_rate"] - low) / (high - low))
+    return float((figures["lookahead"]["hit_rate"] - low) / (high - low))
 
 
 def models_section(results: Results) -> Section:

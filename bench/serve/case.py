@@ -52,7 +52,6 @@ def run(options: Options) -> Report:
         f"Time to first token behind a prefix of {int(longest):,} tokens, by where it lay",
         "milliseconds",
         {side: ttft["samples"]["ttft_ms"][longest][side] for side in SIDES},
-        log=True,
     )
     report.notes.append(f"plot: {path}")
     return report
