@@ -119,7 +119,7 @@ class StateWorld(WindowWorld):
         )
         self.full_pool = describe_pools(self.kv_pool).full
         self.ropes, self.layout = self.ropes_of(self.full_pool), self.full_pool.layout(PAGE)
-        params = SimpleNamespace(req_to_token_pool=self.req_pool)
+        params = SimpleNamespace(req_to_token_pool=self.req_pool, pp_size=layers.num_stages)
         snapshots = snapshots_of(SimpleNamespace(is_hybrid_ssm=True, params=params), self.layout)
         assert snapshots is not None
         self.snapshots = snapshots
