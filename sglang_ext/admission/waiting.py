@@ -72,10 +72,12 @@ class Progress(NamedTuple):
     Attributes:
         first_page: index of the first page that it covers.
         end_page: end of these pages.
+        remaining: how many of them are to come.
     """
 
     first_page: int
     end_page: int
+    remaining: int
 
 
 class WaitingRoom:
@@ -393,8 +395,8 @@ class WaitingRoom:
         waiting = self._waiting.get(handle)
         first = waiting.prefix.num_on_device if waiting is not None else 0
         if waiting is None or waiting.plan is None:
-            return Progress(first, first)
-        return Progress(first, first + waiting.plan.num_planned)
+            return Progress(first, first, 0)
+        return Progress(first, first + waiting.plan.num_planned, waiting.plan.remaining)
 
     # ---- what the remote store has ----
 
