@@ -123,7 +123,8 @@ def _are_fractions(
     """Whether there is more than zeros behind decimal points."""
     others = np.flatnonzero(np.append(piece, 0) != ord("0"))
     behind = others[np.searchsorted(others, points, side="right")]
-    return _IS_FRACTION[np.append(piece, 0)[behind]]
+    found: npt.NDArray[np.bool_] = _IS_FRACTION[np.append(piece, 0)[behind]]
+    return found
 
 
 class BodyBound:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -73,7 +74,7 @@ def children(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[S
         made.append(Stuck(*args, **settings))  # type: ignore[call-overload]
         return made[-1]
 
-    monkeypatch.setattr(mooncake_engine.subprocess, "Popen", popen)
+    monkeypatch.setattr(subprocess, "Popen", popen)
     yield made
     for child in made:
         child.end()
@@ -124,7 +125,7 @@ def test_a_process_that_cannot_be_started_leaves_nothing_open(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     process = _Process(MooncakeConfig("127.0.0.1:1", "P2PHANDSHAKE", host="here"))
-    monkeypatch.setattr(mooncake_engine.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
     num_open = len(os.listdir("/proc/self/fd"))
     for _ in range(3):
         with pytest.raises(FileNotFoundError), process.hold(Deadline.after(WAIT_S)):
