@@ -259,7 +259,8 @@ class RemotePages:
         lookup.plan.first_remote = at
         while at < len(lookup.hashes):
             end = min(at + _LOOKUP_PAGES, len(lookup.hashes))
-            quality = self._stored(lookup, at, end)
+            heads = self._heads.leading(lookup.space, lookup.hashes[at:end], lookup.max_quality)
+            quality = [each for each, _ in heads]  # of the leading ones that the store has
             for first in range(at, at + len(quality), self._fetch_pages):
                 if lookup.plan.cancelled or self._closing.is_set():
                     return
@@ -269,11 +270,6 @@ class RemotePages:
             if len(quality) < end - at:
                 return
             at = end
-
-    def _stored(self, lookup: Lookup, first: int, last: int) -> list[int]:
-        """Qualities of the leading pages of [first, last) that the remote store has."""
-        heads = self._heads.leading(lookup.space, lookup.hashes[first:last], lookup.max_quality)
-        return [quality for quality, _ in heads]
 
     def _sizes(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[int]:
         """Bytes of the leading pages that the remote store has; see `FindSizes`."""
