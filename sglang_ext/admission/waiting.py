@@ -141,8 +141,7 @@ class WaitingRoom:
         evictions = self._store.num_wanted_evicted
         waiting = WaitingRequest(handle, number, prefix, found, evictions, arrived_s=self._clock())
         self._waiting[handle] = self._by_number[number] = waiting
-        self._came.append(handle)
-        self._changed = True
+        self._note_change(came=handle)
         if self._decider is not None and not isinstance(handle, Prefetch):
             self._decider.enter(waiting)
         self._ask(waiting)
@@ -175,14 +174,13 @@ class WaitingRoom:
         self._plans.give_up(waiting)
         self._stop_asking(waiting)
         del self._by_number[waiting.number]
-        self._left.add(handle)
+        self._note_change(left=handle)
         if self._decider is not None:
             self._decider.leave(waiting, admitted=admitted)
         if self._store.lookahead is not None:
             self._store.lookahead.leave(waiting.number)
             if not admitted:
                 self._store.lookahead.rested(waiting.prefix.space, waiting.prefix.hashes)
-        self._changed = True
 
     def leave_all(self) -> None:
         """Every request leaves."""
@@ -452,6 +450,16 @@ class WaitingRoom:
             waiting.stop_asking()
 
     # ---- private ----
+
+    def _note_change(self, *, came: Hashable = None, left: Hashable = None) -> None:
+        """Notes for the next step who came or left; only `_follow_order` asks, and forgets them."""
+        self._changed = True
+        if self._turns is not None:
+            return
+        if came is not None:
+            self._came.append(came)
+        if left is not None:
+            self._left.add(left)
 
     def _is_late(self, waiting: WaitingRequest) -> bool:
         if self._policy == "wait_complete" or waiting.held_since_s is None:

@@ -2,7 +2,7 @@
 
 docs/architecture.md shows this table. The scheduler's thread takes the store's lock for work in
 memory only; no other thread holds it while it copies or does I/O. A thread that meets an error
-counts it, logs it, ends that job as failed and goes on.
+counts it, logs it, ends that job as failed and goes on, later and later while one follows another.
 """
 
 from __future__ import annotations

@@ -24,12 +24,13 @@ from sglang_ext.coded_remote.run import FetchedSpan, Partial, Speeds
 from sglang_ext.coded_remote.stream_context import Context, Decode, Job
 from sglang_ext.coded_remote.transfer import Part, read_parts
 from sglang_ext.streaming import LinkEstimator, LinkShare
+from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.remote.coded_remote import Lookup
 
-logger = logging.getLogger(__name__)
+failures = FailureLog(logging.getLogger(__name__))
 
 _NUM_FETCHERS = 2
 _MAX_HELD_BYTES = 256 << 20
@@ -119,7 +120,7 @@ class RemoteStreams:
             return choose()
         except Exception:
             self._table.counters.add("remote_failures")
-            logger.exception("hier-kv: fetches from the remote store are given up")
+            failures.exception("hier-kv: fetches from the remote store are given up")
             for context in list(self._contexts):
                 self._end(context)
             return None
@@ -193,11 +194,15 @@ class RemoteStreams:
                 pages = self._finder.find(lookup.space, lookup.hashes, lookup.max_quality, first)
         except Exception:
             self._table.counters.add("remote_failures")
-            logger.exception("hier-kv: a remote store could not be asked for pages")
-        with self._lock:
+            failures.exception("hier-kv: a remote store could not be asked for pages")
+
+        def go_on() -> None:
             self._brought(context, lookup.num_known, first)
             context.runs.extend(runs_of(pages))
-            self._safely(lambda: self._begin_run(context))
+            self._begin_run(context)
+
+        with self._lock:
+            self._safely(go_on)
             self._lock.notify_all()
 
     def _begin_run(self, context: Context) -> None:
@@ -225,28 +230,34 @@ class RemoteStreams:
         self._share.add(context, context.run.stream)
 
     def _fetch(self, job: Job) -> None:
-        parts = job.run.parts(job.fetch)
+        parts: list[Part] | None = None
         good: list[ByteArray] = []
         try:
+            parts = job.run.parts(job.fetch)
             good = read_parts(self._remote, parts, self._count_bytes)
         except Exception:
             self._table.counters.add("remote_failures")
-            logger.exception("hier-kv: pages could not be fetched; they are computed again")
-        num_failed = len(parts) - len(good)
-        self._table.counters.add("remote_failed_pages", num_failed)
+            failures.exception("hier-kv: pages could not be fetched; they are computed again")
         with self._lock:
-            now_s = time.monotonic()
-            self._link.tick(now_s, needed=self._is_needed())
-            self._link.ended()
             self._share.done()
-            self._safely(lambda: self._arrived(job, parts, good, now_s))
+            self._safely(lambda: self._arrived(job, parts, good))
             self._lock.notify_all()
 
-    def _arrived(
-        self, job: Job, parts: Sequence[Part], good: Sequence[ByteArray], now_s: float
-    ) -> None:
-        """Notes what a fetch brought: the leading parts. The caller holds the lock."""
-        run, fetch = job.run, job.fetch
+    def _arrived(self, job: Job, parts: Sequence[Part] | None, good: Sequence[ByteArray]) -> None:
+        """Notes what a fetch brought: the leading parts. The caller holds the lock.
+
+        Args:
+            job: the fetch.
+            parts: that were to come; None where that could not be told.
+            good: what came.
+        """
+        run, fetch, now_s = job.run, job.fetch, time.monotonic()
+        self._link.tick(now_s, needed=self._is_needed())
+        self._link.ended()
+        if parts is None:
+            self._end(job.context)
+            return
+        self._table.counters.add("remote_failed_pages", len(parts) - len(good))
         for part, data in zip(parts, good, strict=False):
             run.add(part.page, part.start, data)
         if len(good) == len(parts):
@@ -265,20 +276,24 @@ class RemoteStreams:
             good = read_parts(self._remote, probe.parts, self._count_bytes)
         except Exception:
             counters.add("remote_failures")
-            logger.exception("hier-kv: the link to the remote store could not be measured")
+            failures.exception("hier-kv: the link to the remote store could not be measured")
         with self._lock:
-            self._link.tick(time.monotonic(), needed=self._is_needed())
-            self._link.ended(probe=True)
+            self._safely(self._end_probe_fetch)
         try:
             decoded = self._prober.decode(probe, good)
         except Exception:
             counters.add("remote_failures")
-            logger.exception("hier-kv: pages of a measurement could not be decoded")
+            failures.exception("hier-kv: pages of a measurement could not be decoded")
         with self._lock:
-            self._decoding.observe_probe(*decoded)
             self._prober.done(time.monotonic())
+            self._safely(lambda: self._decoding.observe_probe(*decoded))
             self._lock.notify_all()
         counters.add("remote_probe_fetches")
+
+    def _end_probe_fetch(self) -> None:
+        """The caller holds the lock."""
+        self._link.tick(time.monotonic(), needed=self._is_needed())
+        self._link.ended(probe=True)
 
     def _count_bytes(self, num_bytes: int) -> None:
         with self._lock:
@@ -301,7 +316,7 @@ class RemoteStreams:
                 ok = self._publisher.publish(job.context.lookup, job.run, job.pages, job.step)
             except Exception:
                 self._table.counters.add("remote_failures")
-                logger.exception("hier-kv: pages from the remote store could not be published")
+                failures.exception("hier-kv: pages from the remote store could not be published")
             seconds = time.monotonic() - started_s
             with self._lock:
                 self._safely(lambda: self._end_decode(job, seconds, ok=ok))  # noqa: B023
@@ -398,7 +413,7 @@ class RemoteStreams:
             context.done()
         except Exception:
             self._table.counters.add("remote_failures")
-            logger.exception("hier-kv: the end of a fetch could not be noted")
+            failures.exception("hier-kv: the end of a fetch could not be noted")
 
     def _brought(self, context: Context, first: int, end: int) -> None:
         """Pages [first, end) of a context are in DRAM: contexts that wait for them may go on."""

@@ -26,9 +26,10 @@ from sglang_ext.device.load_pages import LoadPages, PageRun
 from sglang_ext.device.load_path import Fence, Landing, LoadParts, Prepare
 from sglang_ext.device.ports import DevicePort
 from sglang_ext.device.transfers import LoadJob, WindowRows
+from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.store import PageStore
 
-logger = logging.getLogger(__name__)
+failures = FailureLog(logging.getLogger(__name__))
 
 # Batches of loads whose duration is remembered; at most three are in flight.
 _LOADS_REMEMBERED = 8
@@ -100,12 +101,19 @@ class LoadThread:
     # ---- the thread ----
 
     def _run(self) -> None:
-        self._port.enter_thread()
+        has_entered = self._try(self._port.enter_thread)
         while True:
             batch = self._batches.get()
             if batch is None:
                 return
-            self.load(*batch)
+            try:
+                if not has_entered:
+                    self._port.enter_thread()
+                    has_entered = True
+            except BaseException as error:
+                self._fail(*batch[:2], error)
+            else:
+                self.load(*batch)
 
     def load(self, index: int, jobs: list[LoadJob], fence: Fence) -> None:
         """Queues a batch on the device; one thread at a time."""
@@ -127,30 +135,41 @@ class LoadThread:
                 fence,
                 partial(self._counter.complete, index),
             )
-            landed = partial(self._landed, index, jobs, landing, began_ns)
-            self._port.when_done(landing.last, landed)
         except BaseException as error:
-            self._store.counters.add("load_failures")
-            logger.exception("hier-kv: a load failed; its requests are aborted")
-            self._give_up(index, jobs, error)
+            self._fail(index, jobs, error)
+            return
+        # Nothing of it raises: the batch is over, and its pins are given back once.
+        landed = partial(self._landed, index, jobs, landing, began_ns)
+        self._port.when_done(landing.last, landed)
 
-    def _give_up(self, index: int, jobs: list[LoadJob], error: BaseException) -> None:
-        """Ends a batch; what was queued before still reads its pages and writes its rows."""
+    def _fail(self, index: int, jobs: list[LoadJob], error: BaseException) -> None:
+        """Ends a batch; what was queued before still reads its pages and writes its rows.
+
+        Called while the error is handled.
+        """
         event = None
         try:
             event = self._path.behind_queued()
-        except Exception:
-            logger.exception("hier-kv: the device failed")
+        except BaseException:
+            failures.exception("hier-kv: the device failed")
         self._counter.fail(index, error, event)  # without it the scheduler waits on
+        self._store.counters.add("load_failures")
+        failures.exception("hier-kv: a load failed; its requests are aborted")
         if event is None:
             self._release(jobs)
         else:
             self._port.when_done(event, partial(self._release, jobs))
 
     def _landed(self, index: int, jobs: list[LoadJob], landing: Landing, began_ns: int) -> None:
-        """The device is done with a batch."""
+        """The device is done with a batch. Raises nothing."""
         ended_ns = time.time_ns()
         self._release(jobs)
+        self._try(partial(self._note, index, jobs, landing, began_ns, ended_ns))
+
+    def _note(
+        self, index: int, jobs: list[LoadJob], landing: Landing, began_ns: int, ended_ns: int
+    ) -> None:
+        """Tells of a batch that landed."""
         seconds = sum(self._port.seconds_between(first, last) for first, last in landing.busy)
         self._store.counters.time("load", seconds)
         recent = list(self._times.items())[1 - _LOADS_REMEMBERED :]
@@ -159,8 +178,19 @@ class LoadThread:
             self._on_load(sum(len(job.ticket.slots) for job in jobs), seconds)
 
     def _release(self, jobs: list[LoadJob]) -> None:
+        """Gives the pins of each job back, once. Raises nothing."""
         for job in jobs:
-            self._store.end_load(job.ticket)
+            self._try(partial(self._store.end_load, job.ticket))
+
+    def _try(self, call: Callable[[], None]) -> bool:
+        """Calls something that no load depends on; whether it ended well."""
+        try:
+            call()
+        except BaseException:
+            self._store.counters.add("worker_failures")
+            failures.exception("hier-kv: what should go with a load failed")
+            return False
+        return True
 
     def _loads(self, part: int, jobs: list[LoadJob]) -> list[tuple[torch.Tensor, Prepare]]:
         if part == 0:

@@ -22,10 +22,11 @@ import torch
 from sglang_ext.device.layout import ROPE_NAMES
 from sglang_ext.device.save_path import SaveParts, SaveRun
 from sglang_ext.device.transfers import Hashes, Place, SaveJob
+from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, SaveTicket
 
-logger = logging.getLogger(__name__)
+failures = FailureLog(logging.getLogger(__name__))
 
 MAX_QUEUED_SAVES = 1024
 # SGLang leaves 15 s at shutdown; the page store needs most of it for the disk.
@@ -51,6 +52,7 @@ class SaveThread:
         # Device resets so far. A save that one overtook read rows that may have changed hands.
         self._num_resets = 0  # guarded by _done
         self._deadline_s = math.inf
+        self._has_entered = False  # the thread's own
         self._thread = threading.Thread(target=self._run, name="hier-kv-save", daemon=True)
         self._thread.start()
 
@@ -72,7 +74,9 @@ class SaveThread:
             hashes: u8 `[N, 32]`.
             token_slots: `[N * P]`, rows of the device pool.
             ready_events: makes the CUDA events after which these are complete.
-            accepts_all: queue the save even when the queue is full; it then ends as not stored.
+            accepts_all: queue the save even when the queue is full; it then ends as not stored. Its
+                node stays locked on the device until then, so they are no more than the device has
+                nodes.
             is_of_windows: see `SaveJob`.
             is_of_state: see `SaveJob`.
         """
@@ -149,8 +153,14 @@ class SaveThread:
 
     # ---- the thread ----
 
+    def _enter(self) -> None:
+        """Has the thread use the device, if it does not yet."""
+        if not self._has_entered:
+            self._parts.enter_thread()
+            self._has_entered = True
+
     def _run(self) -> None:
-        self._parts.enter_thread()
+        self._call(self._enter)
         while True:
             job = self._jobs.get()
             if job is None:
@@ -175,21 +185,22 @@ class SaveThread:
             if job.dropped:
                 return False
             if time.monotonic() < self._deadline_s:
+                self._enter()
                 return self._save(job)
             self._store.counters.add("shutdown_lost_pages", len(job.hashes))
         except torch.OutOfMemoryError:
             self._store.counters.add("save_no_device_memory")
-        except Exception:
+        except BaseException:  # whatever it is: its node would stay locked on the device
             self._store.counters.add("save_failures")
-            logger.exception("hier-kv: a node could not be saved; it stays on the device")
+            failures.exception("hier-kv: a node could not be saved; it stays on the device")
         return False
 
     def _call(self, note: Callable[[], None]) -> None:
         try:
             note()
-        except Exception:
-            self._store.counters.add("save_failures")
-            logger.exception("hier-kv: what should follow a save failed")
+        except BaseException:
+            self._store.counters.add("worker_failures")
+            failures.exception("hier-kv: what should go with a save failed")
 
     def _save(self, job: SaveJob) -> bool:
         place, hashes, quality = job.place, job.hashes, job.place.quality

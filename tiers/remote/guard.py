@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from sglang_ext.tiers.disk.counters import Counters
+from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.remote.base import (
     Deadline,
     Outcome,
@@ -20,6 +21,7 @@ from sglang_ext.tiers.remote.base import (
 from sglang_ext.tiers.remote.breaker import BreakerConfig, BreakerState, CircuitBreaker
 
 logger = logging.getLogger(__name__)
+failures = FailureLog(logger)
 
 # Gauge of the breaker in `stats`.
 _STATE_NUMBER = {BreakerState.CLOSED: 0, BreakerState.HALF_OPEN: 1, BreakerState.OPEN: 2}
@@ -180,7 +182,11 @@ class Guard:
             if probes:
                 self._probe()
             elif self._upkeep is not None:
-                self._upkeep()
+                try:
+                    self._upkeep()
+                except Exception:  # without this thread the store would not be probed
+                    self._counters.error("internal")
+                    failures.exception("hier-kv: values in a remote store could not be renewed")
                 upkeep_at_s = time.monotonic() + self._upkeep_every_s
 
     def _probe(self) -> None:

@@ -8,7 +8,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-logger = logging.getLogger(__name__)
+from sglang_ext.tiers.failure_log import FailureLog
+from sglang_ext.tiers.store.types import StoreCounters
+
+failures = FailureLog(logging.getLogger(__name__))
+
+# Before a thread goes on that met errors, one after the other.
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.01, 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,35 +55,49 @@ class Executor(abc.ABC):
 
 
 class Threads(Executor):
-    """Each work has threads of its own, which wait for its jobs."""
+    """Each work has threads of its own, which wait for its jobs.
 
-    def __init__(self) -> None:
-        self._threads: dict[int, list[threading.Thread]] = {}  # by id of the work
+    Args:
+        counters: where errors are counted that a job did not take care of.
+    """
+
+    def __init__(self, counters: StoreCounters | None = None) -> None:
+        self._counters = counters or StoreCounters()
+        # By id of the work: its threads, and what ends them.
+        self._threads: dict[int, tuple[list[threading.Thread], threading.Event]] = {}
 
     def start(self, name: str, work: Work, num_at_once: int) -> None:
         """See `Executor.start`."""
         name = f"hier-kv-{name}"
         names = [name] if num_at_once == 1 else [f"{name}-{i}" for i in range(num_at_once)]
+        ended = threading.Event()
         threads = [
-            threading.Thread(target=_run_jobs, args=(work,), name=each, daemon=True)
+            threading.Thread(target=self._run_jobs, args=(work, ended), name=each, daemon=True)
             for each in names
         ]
-        self._threads[id(work)] = threads
+        self._threads[id(work)] = threads, ended
         for thread in threads:
             thread.start()
 
     def join(self, work: Work) -> None:
         """See `Executor.join`."""
-        for thread in self._threads.pop(id(work), []):
+        threads, ended = self._threads.pop(id(work), ([], threading.Event()))
+        ended.set()
+        for thread in threads:
             thread.join()
 
-
-def _run_jobs(work: Work) -> None:
-    while work.wait():
-        try:
-            job = work.take()
-            if job is not None:
-                job.run()
-        except Exception:
-            # Kept alive: without its thread DRAM would fill with pages that can never leave.
-            logger.exception("hier-kv: work between DRAM and disk failed")
+    def _run_jobs(self, work: Work, ended: threading.Event) -> None:
+        pause_s = 0.0
+        while not ended.wait(pause_s):
+            try:
+                if not work.wait():
+                    return
+                job = work.take()
+                if job is not None:
+                    job.run()
+                pause_s = 0.0
+            except Exception:
+                # Kept alive: without its thread DRAM would fill with pages that can never leave.
+                self._counters.add("worker_failures")
+                failures.exception("hier-kv: work between DRAM and disk failed")
+                pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)

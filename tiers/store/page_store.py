@@ -171,9 +171,9 @@ class PageStore:
         )
         self.gate = Gate(self.counters, self.end_load)
         self.lookahead = LookAhead(self._books, policy) if policy is not None else None
-        self._fetch_meter = TransferMeter(on_fetch)
-        self._read_meter = TransferMeter(on_read, clock)
-        self._write_meter = TransferMeter(on_write, clock)
+        self._fetch_meter = TransferMeter(on_fetch, counters=self.counters)
+        self._read_meter = TransferMeter(on_read, clock, self.counters)
+        self._write_meter = TransferMeter(on_write, clock, self.counters)
         self._remote: RemotePages | None = None
         self._leaving: LeavingPages | None = None
         self._spiller: Spiller | None = None
@@ -182,7 +182,7 @@ class PageStore:
         if remote is not None:
             self._connect_remote(remote, config, decoded, open_coded, rules)
         if disk is not None:
-            self._connect_disk(disk, executor or Threads(), keep_raw, decoded, rules)
+            self._connect_disk(disk, executor or Threads(self.counters), keep_raw, decoded, rules)
 
     def _connect_remote(
         self,

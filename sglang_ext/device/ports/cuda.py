@@ -16,8 +16,10 @@ import torch
 
 from sglang_ext.device.ports.base import DevicePort
 from sglang_ext.device.ports.cudart import Cudart, CudartError
+from sglang_ext.tiers.failure_log import FailureLog
 
 logger = logging.getLogger(__name__)
+failures = FailureLog(logger)
 
 # torch hands streams out of a pool of 32, round robin.
 _DRAWS = 65
@@ -256,14 +258,17 @@ class CudaPort(DevicePort):
         return False
 
     def _run(self) -> None:
-        self.enter_thread()
+        try:
+            self.enter_thread()
+        except Exception:
+            failures.exception("hier-kv: a thread could not be given its device")
         while (item := self._calls.get()) is not None:
             event, call = item
             try:
                 self.synchronize(event)
                 call()
-            except Exception:
-                logger.exception("hier-kv: what should follow a copy failed")
+            except BaseException:
+                failures.exception("hier-kv: what should follow a copy failed")
             del item, event, call  # what they kept is free now, not with the next one
 
 

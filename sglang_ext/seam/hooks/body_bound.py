@@ -1,8 +1,9 @@
-"""Refuses a body with a list of more numbers than any prompt may have tokens, as it comes in.
+"""Refuses a body with a longer list of numbers than any prompt has tokens, as it comes in.
 
 SGLang's front process reads a whole body, parses it and checks it before it looks at a prompt's
-length, and serves nobody else meanwhile: seconds for tens of millions of token ids. Here the list
-is counted while it arrives. Pure ASGI, and imports no SGLang.
+length, and serves nobody else meanwhile: seconds for tens of millions of token ids. Here the lists
+are counted while they arrive. It guards against accidents: what else a body may have much of, texts
+or many lists below the bound, takes as long. Pure ASGI, and imports no SGLang.
 """
 
 from __future__ import annotations
@@ -11,42 +12,119 @@ import json
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 App = Callable[[Message, Receive, Send], Awaitable[None]]
 
-# What a JSON list of whole numbers consists of. A list of floats is no prompt.
-_NUMBERS = b"0123456789-, \n\r\t"
-# Looked at in one go; a list within one piece is too short to be looked at.
-_PIECE_BYTES = 1 << 16
+_PIECE_BYTES = 1 << 16  # counted in one go
+# From a comma on, bytes that are left to the next piece: no number of a prompt is longer.
+_MAX_NUMBER_BYTES = 64
+# Lists within more others are counted as one. No body that SGLang takes is so deep.
+_MAX_DEPTH = 63
+
+_WHITE = b" \n\r\t"
+_OPENS, _CLOSES, _COMMA, _POINT = 1, 2, 3, 4
+_KINDS = np.zeros(256, np.int8)
+_KINDS[list(b"[{")], _KINDS[list(b"]}")] = _OPENS, _CLOSES
+_KINDS[list(b",")], _KINDS[list(b".")] = _COMMA, _POINT
+# What an element that is not counted begins with, and what makes a fraction one of no whole number.
+_IS_OTHER = np.isin(np.arange(256), list(b'"{'))
+_IS_FRACTION = np.isin(np.arange(256), list(b"123456789eE"))
 
 
 class NumberRun:
-    """Counts the numbers of a list that is still open at the end of the text so far.
+    """Counts the elements of each list of a body that could be tokens, or prompts, of a batch.
 
-    Lists that lie within one piece are not counted: they cost the server nothing.
+    All but texts, objects and numbers that are not whole: so lists within a list count, too, and
+    `null`, of which no prompt consists but which takes the same time until it is refused.
+
+    Attributes:
+        longest: elements of the longest list so far.
     """
 
     def __init__(self) -> None:
-        self._in_list = False
-        self._num_commas = 0
-        self.longest = 0  # numbers of the longest list
+        self.longest = 0
+        self._pending = bytearray()  # too short to be counted yet
+        self._in_text = False
+        self._depth = 0
+        # Of the list, or object, that is open at each depth.
+        self._counts = np.zeros(_MAX_DEPTH + 1, np.int64)
 
     def add(self, text: bytes) -> None:
         """Goes on with the next part of a body."""
         for start in range(0, len(text), _PIECE_BYTES):
-            self._add_piece(text[start : start + _PIECE_BYTES])
+            self._pending += text[start : start + _PIECE_BYTES]
+            if len(self._pending) >= _PIECE_BYTES:
+                self._count(is_last=False)
 
-    def _add_piece(self, piece: bytes) -> None:
-        rest = piece.lstrip(_NUMBERS)
-        self._num_commas += piece.count(b",", 0, len(piece) - len(rest))
-        if self._in_list:
-            self.longest = max(self.longest, self._num_commas + 1)
-        if rest:
-            others = rest.rstrip(_NUMBERS)
-            self._in_list = others.endswith(b"[")  # numbers in a text are not in a list
-            self._num_commas = rest.count(b",", len(others))
+    def finish(self) -> None:
+        """The body has ended."""
+        self._count(is_last=True)
+
+    def _count(self, *, is_last: bool) -> None:
+        piece = bytes(self._pending)
+        self._pending.clear()
+        if self._in_text and b'"' not in piece and b"\\" not in piece:
+            return  # an image, say
+        piece = piece.translate(None, _WHITE)  # also of texts, which are not looked at
+        end = len(piece)
+        if not is_last:
+            # Also within a text: it is only looked at later.
+            comma = piece.rfind(b",", end - _MAX_NUMBER_BYTES)
+            end = comma if comma >= 0 else end
+            end -= (end - len(piece[:end].rstrip(b"\\"))) % 2  # between a backslash and the next
+        self._pending += piece[end:]
+        if b"\\" in piece:
+            piece = piece[:end].replace(b"\\\\", b"__").replace(b'\\"', b"__")
+        if end:
+            self._count_piece(np.frombuffer(piece, np.uint8, end))
+
+    def _count_piece(self, piece: npt.NDArray[np.uint8]) -> None:
+        in_text = ((piece == ord('"')).cumsum() + self._in_text) & 1
+        self._in_text = bool(in_text[-1])
+        kinds = np.where(in_text, 0, _KINDS[piece])
+        places = np.flatnonzero(kinds)
+        if not len(places):
+            return
+        kinds = kinds[places]
+        opens = kinds == _OPENS
+        depths = self._depth + (opens.astype(np.int64) - (kinds == _CLOSES)).cumsum()
+        self._depth = max(0, int(depths[-1]))
+        behind = np.append(piece, 0)[places + 1]
+        amounts = opens + ((kinds == _COMMA) & ~_IS_OTHER[behind]).astype(np.int64)
+        is_point = kinds == _POINT
+        amounts[is_point] = -_are_fractions(piece, places[is_point]).astype(np.int64)
+        self._enter(np.clip(depths, 0, _MAX_DEPTH), opens & (depths <= _MAX_DEPTH), amounts)
+
+    def _enter(
+        self,
+        depths: npt.NDArray[np.int64],
+        begins: npt.NDArray[np.bool_],
+        amounts: npt.NDArray[np.int64],
+    ) -> None:
+        """Adds amounts to the lists of their depths, where `begins` says that another begins."""
+        order = np.argsort(depths, kind="stable")
+        depths, begins = depths[order], begins[order]
+        is_new_depth = np.append(True, depths[1:] != depths[:-1])
+        starts = np.flatnonzero(begins | is_new_depth)
+        counts = np.add.reduceat(amounts[order], starts)
+        counts += np.where(begins[starts], 0, self._counts[depths[starts]])
+        self.longest = max(self.longest, int(counts.max()))
+        self._counts[depths[starts]] = counts  # the last of each depth stays
+
+
+def _are_fractions(
+    piece: npt.NDArray[np.uint8], points: npt.NDArray[np.int64]
+) -> npt.NDArray[np.bool_]:
+    """Whether there is more than zeros behind decimal points."""
+    others = np.flatnonzero(np.append(piece, 0) != ord("0"))
+    behind = others[np.searchsorted(others, points, side="right")]
+    found: npt.NDArray[np.bool_] = _IS_FRACTION[np.append(piece, 0)[behind]]
+    return found
 
 
 class BodyBound:
@@ -58,7 +136,7 @@ class BodyBound:
 
     Args:
         app: the app.
-        longest_tokens: numbers that a list may have.
+        longest_tokens: numbers, or lists, that a list may have.
         advice: explains the limit inside the error message.
     """
 
@@ -77,6 +155,8 @@ class BodyBound:
             message = await receive()
             parts.append(message)
             run.add(message.get("body", b""))
+            if not message.get("more_body", False):
+                run.finish()
             if run.longest > self._longest:
                 parts.clear()
                 await self._refuse(message, receive, send)
@@ -103,7 +183,7 @@ class BodyBound:
         while message.get("more_body", False):
             message = await receive()
         text = (
-            f"A list of numbers may have {self._longest} of them on this server "
+            f"A list of numbers, or of lists, may have {self._longest} of them on this server "
             f"({self._advice}), got more; send less of the conversation."
         )
         error = {"message": text, "type": "invalid_request_error", "param": None, "code": 413}

@@ -160,13 +160,13 @@ def failed_load_not_awaited_by_forwards(patch: pytest.MonkeyPatch) -> None:
 
 
 def pins_of_a_failed_load_given_back(patch: pytest.MonkeyPatch) -> None:
-    real = LoadThread._give_up
+    real = LoadThread._fail
 
     def give_up(self: LoadThread, index: int, jobs: Any, error: BaseException) -> None:
         self._release(jobs)
         real(self, index, [], error)
 
-    patch.setattr(LoadThread, "_give_up", give_up)
+    patch.setattr(LoadThread, "_fail", give_up)
 
 
 def buffer_of_a_failed_launch_reused(patch: pytest.MonkeyPatch) -> None:

@@ -520,6 +520,9 @@ class Rank:
             self.note("left", len(self.queue))
             assert time.monotonic() < end_s, ("deadlock", self.number, self.queue)
         self.waiting_room.leave_all()  # a read that only measures may still be under way
+        self.waiting_room.step([])
+        assert not self.waiting_room._came, "requests that came are kept for good"
+        assert not self.waiting_room._left, "requests that left are kept for good"
 
     def close(self) -> None:
         """Ends the threads and checks the accounts."""

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import socket
+import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 
+import numpy as np
 import pytest
 
 from sglang_ext.tiers.remote.base import Deadline, RemoteUnavailableError
@@ -117,3 +120,43 @@ def test_what_a_server_refuses_with_says_nothing_to_a_terminal(answer: Answer) -
 def test_numbers_that_cannot_be_meant_are_none(num_digits: int) -> None:
     text = f"used_memory:{'9' * num_digits}\r\nmaxmemory:1024\r\n"
     assert _info(text.encode()) == {"maxmemory": 1024}
+
+
+def test_an_empty_line_is_no_answer(answer: Answer) -> None:
+    with pytest.raises(RemoteUnavailableError, match="does not speak RESP2"):
+        read(answer(b"\r\n+OK\r\n"))
+    with pytest.raises(RemoteUnavailableError, match="does not speak RESP2"):
+        read(answer(b"OK\r\n"))
+
+
+@pytest.mark.parametrize("behind", [b"-ERR no\r\n", b"-\r\n", b":1\r\n", b"xy\r\n", b"\n\r\r\n"])
+@pytest.mark.parametrize("into", [False, True])
+def test_a_value_that_is_longer_than_it_says_breaks_the_connection(
+    answer: Answer, behind: bytes, into: bool
+) -> None:
+    """Not as an error of the server's, after which the next reply would be of this one."""
+    connection = answer(b"$3\r\nabc" + behind + b"+OK\r\n")
+    out = np.zeros(3, np.uint8)
+    take: Callable[[], object] = partial(read, connection)
+    if into:
+        take = partial(connection.bulk_into, out, Deadline.after(WAIT_S))
+    with pytest.raises(RemoteUnavailableError, match="longer than it says"):
+        take()
+
+
+def test_a_value_whose_end_comes_in_pieces() -> None:
+    """Around the end of the buffer, too: what is left of it is moved to its begin."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        connection = _PlainConnection.__new__(_PlainConnection)
+        connection._password = ""
+        connection._buffer = bytearray(8)
+        connection._view = memoryview(connection._buffer)
+        connection._start = connection._end = 0
+        connection._socket = ours
+        theirs.sendall(b"$3\r\nabc\r")
+        writer = threading.Thread(target=theirs.sendall, args=(b"\n+OK\r\n",))
+        writer.start()
+        assert read(connection) == b"abc"
+        assert read(connection) == b"OK"
+        writer.join()

@@ -5,7 +5,9 @@ And then what it was held for is counted.
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,6 +74,27 @@ def wait_and_rest(rng: random.Random, store: Store, what: str) -> None:
         clock.now_s += LONGEST_PAUSE_S
         advance()
     assert not queue, (what, [room._waiting[handle] for handle in queue])
+
+
+class Handle:
+    pass
+
+
+@pytest.mark.parametrize("looks_ahead", [True, False])
+def test_a_request_that_left_is_forgotten(looks_ahead: bool) -> None:
+    store = Store(looks_ahead=looks_ahead)
+    room, _ = make_room(store)
+    seen: list[weakref.ref[Handle]] = []
+    for admitted in (False, True, False, True):
+        handle = Handle()
+        seen.append(weakref.ref(handle))
+        room.enter(handle, prefix())
+        room.step([handle])
+        room.leave(handle, admitted=admitted)
+        del handle
+        room.step([])
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 4
 
 
 # What it was held for.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -106,6 +107,64 @@ def test_what_is_no_prompt_in_numbers_is_served(value: Any) -> None:
     assert b"".join(Client(cut(body, 1 << 15)).served or []) == body
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        [[1]] * 2 * LONGEST,  # so many prompts
+        [[]] * 2 * LONGEST,
+        ([1] * 100 + [None]) * 500,
+        [1.0] * 2 * LONGEST,  # taken for whole numbers
+        [{"a": [[3, 4.0, True]] * 2 * LONGEST}],
+    ],
+)
+@pytest.mark.parametrize("size", [1000, 1 << 16, 1 << 30])
+@pytest.mark.parametrize("separators", [(", ", ": "), (",", ":"), ("\n,\n", ":")])
+def test_a_list_of_what_takes_as_long_as_numbers_is_refused(
+    value: Any, size: int, separators: tuple[str, str]
+) -> None:
+    body = json.dumps({"text": '",[{"', "value": value}, separators=separators).encode()
+    assert Client(cut(body, size)).refusal
+
+
+def longest_list(value: Any) -> int:
+    """As `NumberRun` counts, of what was parsed."""
+    if isinstance(value, dict):
+        return max([1, *map(longest_list, value.values())])
+    if not isinstance(value, list):
+        return 0
+    counted = [
+        not isinstance(each, str | dict) and not (isinstance(each, float) and each % 1)
+        for each in value[1:]
+    ]
+    is_less = bool(value) and isinstance(value[0], float) and value[0] % 1
+    return max([1 + sum(counted) - bool(is_less), *map(longest_list, value)])
+
+
+def test_every_list_is_counted_however_the_body_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a count of the parsed body: texts with quotes, brackets and backslashes, depth."""
+    monkeypatch.setattr("sglang_ext.seam.hooks.body_bound._PIECE_BYTES", 97)
+    for seed in range(300):
+        rng = random.Random(seed)
+
+        def made(depth: int, rng: random.Random = rng) -> Any:
+            kind = rng.randrange(8 if depth else 6)
+            if kind == 6:
+                return [made(depth - 1) for _ in range(rng.randrange(9))]
+            if kind == 7:
+                return {str(number): made(depth - 1) for number in range(rng.randrange(5))}
+            text = "".join(rng.choices('"\\[]{},.1 \n', k=rng.choice([0, 3, 200])))
+            return [text, rng.randrange(10**9), 0.05, 2.0, None, -1.25e-7][kind]
+
+        value = [[made(4) for _ in range(9)], list(range(rng.randrange(60)))]
+        body = json.dumps(value, indent=rng.choice([None, 3])).encode()
+        for size in (1, 13, 96, 97, 98, 1000):
+            run = NumberRun()
+            for part in cut(body, size):
+                run.add(part)
+            run.finish()
+            assert run.longest == longest_list(value), (seed, size)
+
+
 def test_small_bodies_and_uploads_are_not_read_before_the_app_asks() -> None:
     assert Client(cut(ids(1000), 100)).read_before == 0
     assert (
@@ -119,6 +178,7 @@ def test_the_run_does_not_depend_on_how_the_body_is_cut() -> None:
         run = NumberRun()
         for part in cut(body if num > 10_000 else body[:30_000], size):
             run.add(part)
+        run.finish()
         assert run.longest == num, size
 
 

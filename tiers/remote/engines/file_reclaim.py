@@ -13,11 +13,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.remote.engines.file_marks import FileMarks
 from sglang_ext.tiers.remote.engines.value_folders import Found, ValueFolders
 from sglang_ext.tiers.remote.shares.division import Division
 
 logger = logging.getLogger(__name__)
+failures = FailureLog(logger)
 
 LOCK_NAME = "reclaim.lock"
 _TEMP_AGE_S = 3600.0
@@ -135,6 +137,8 @@ class FolderReclaimer:
                 passes_over = used is None
             except OSError as error:
                 self._warn(error)
+            except Exception:  # without this thread the folder would be full for good
+                failures.exception("hier-kv: a shared folder could not be looked through")
             with self._changed:
                 if used is not None:
                     self._used_bytes = used

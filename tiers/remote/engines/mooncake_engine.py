@@ -48,6 +48,9 @@ _ALIGN = 64
 _FULL = -200  # NO_AVAILABLE_HANDLE
 _LENGTH = struct.Struct("<I")
 _MAX_ANSWER_BYTES = 1 << 20
+# One that was killed ends at once, but where a driver or a mount has it in its hands.
+_KILL_S = 0.5
+_MAX_LEFT_BEHIND = 4
 
 
 def options(scheme: str) -> Options:
@@ -210,17 +213,42 @@ class _Process:
         self._lock = threading.Lock()
         self._child: subprocess.Popen[bytes] | None = None  # guarded by _lock
         self._channel: socket.socket | None = None  # guarded by _lock
+        self._left_behind: list[subprocess.Popen[bytes]] = []  # guarded by _lock
         self._closed = False
-        self._memory_fd = os.memfd_create("hier-kv-mooncake")
-        os.ftruncate(self._memory_fd, _MEMORY_BYTES)
-        self._map = mmap.mmap(self._memory_fd, _MEMORY_BYTES)
-        self.memory: ByteArray = np.frombuffer(self._map, np.uint8)
+        self._memory_fd = -1  # guarded by _lock
+        self.memory: ByteArray = np.empty(0, np.uint8)
+        self._take_memory()
 
     def hold(self, deadline: Deadline) -> _Hold:
         """Makes the caller the only one to use the process and its memory."""
         if not self._lock.acquire(timeout=deadline.left_s()):
             raise RemoteTimeoutError("other calls took all the time")
+        try:
+            self._left_behind = [child for child in self._left_behind if child.poll() is None]
+            if len(self._left_behind) >= _MAX_LEFT_BEHIND:
+                raise RemoteUnavailableError("earlier processes of Mooncake's client do not end")
+            if self._memory_fd < 0 and not self._closed:
+                self._take_memory()
+        except BaseException:
+            self._lock.release()
+            raise
         return _Hold(self)
+
+    def _take_memory(self) -> None:
+        """Memory that no process but this one has yet."""
+        fd = os.memfd_create("hier-kv-mooncake")
+        try:
+            os.ftruncate(fd, _MEMORY_BYTES)
+            self.memory = np.frombuffer(mmap.mmap(fd, _MEMORY_BYTES), np.uint8)
+        except BaseException:
+            os.close(fd)
+            raise
+        self._memory_fd = fd
+
+    def _drop_memory(self) -> None:
+        fd, self._memory_fd = self._memory_fd, -1
+        if fd >= 0:
+            os.close(fd)
 
     def call(self, verb: str, argument: Any, deadline: Deadline) -> list[int]:
         """Asks the process, which is started if there is none.
@@ -240,28 +268,34 @@ class _Process:
             raise
 
     def kill(self) -> None:
-        """Ends the process, if there is one."""
+        """Ends the process, if there is one.
+
+        One that does not end is left behind with the memory, to which it may still write: a call
+        has its deadline, and the next one starts anew.
+        """
         child, channel = self._child, self._channel
         self._child = self._channel = None
         if channel is not None:
             channel.close()
         if child is not None:
             child.kill()
-            child.wait()
+            try:
+                child.wait(_KILL_S)
+            except subprocess.TimeoutExpired:
+                self._left_behind.append(child)
+                self._drop_memory()
 
     def close(self) -> None:
         """Ends the process after the call that it is at; no other is started."""
         self._closed = True
         with self._lock:
             self.kill()
-            if self._memory_fd >= 0:
-                os.close(self._memory_fd)
-                self._memory_fd = -1
+            self._drop_memory()
 
     def _start(self, deadline: Deadline) -> None:
         if self._closed:
             raise RemoteUnavailableError("closed")
-        ours, theirs = socket.socketpair()
+        self._channel, theirs = socket.socketpair()  # closed by `kill`, whatever comes
         # Its log goes to stderr; errors of single values are answers and not worth a line.
         environment = {"GLOG_minloglevel": "3", **os.environ}
         with theirs:
@@ -273,7 +307,6 @@ class _Process:
                 stdout=subprocess.DEVNULL,
                 env=environment,
             )
-        self._channel = ours
         config = self._config
         settings = {
             "host": config.host or _own_host(config.master),

@@ -31,6 +31,7 @@ from sglang_ext.tiers.remote.engines.name_lookup import connect
 _BUFFER_BYTES = 64 << 10
 _SMALL_PIECE_BYTES = 4096  # copied into one system call with what is around it
 _MAX_LINE_BYTES = 32 << 10
+_LINE_END = b"\r\n"
 _FULL_ERRORS = ("OOM", "MISCONF")
 _AUTH_ERRORS = ("WRONGPASS", "NOAUTH", "NOPERM", "ERR AUTH", "ERR invalid password")
 
@@ -148,8 +149,10 @@ class Connection:
 
     def _reply(self, deadline: Deadline, room: _Room, depth: int) -> Reply:
         kind, rest = self._line(deadline)
-        if kind in b":+":
-            return self._number(rest) if kind == b":" else rest
+        if kind == b"+":
+            return rest
+        if kind == b":":
+            return self._number(rest)
         if kind == b"$":
             size = self._number(rest)
             if size < 0:
@@ -275,15 +278,20 @@ class Connection:
             raise _broken("the server closed the connection")
         return num
 
+    def _fill(self, deadline: Deadline) -> None:
+        """Receives more behind what of the buffer is not consumed, which leaves room."""
+        held = self._end - self._start
+        self._buffer[:held] = self._buffer[self._start : self._end]
+        self._start, self._end = 0, held
+        self._end += self._receive(self._view[held:], deadline)
+
     def _line(self, deadline: Deadline) -> tuple[bytes, bytes]:
         """Reads a line; returns its first byte and the rest, without the end."""
         while (end := self._buffer.find(b"\r\n", self._start, self._end)) < 0:
             held = self._end - self._start
             if held > _MAX_LINE_BYTES:
                 raise _broken("a line without end")
-            self._buffer[:held] = self._buffer[self._start : self._end]
-            self._start, self._end = 0, held
-            self._end += self._receive(self._view[held:], deadline)
+            self._fill(deadline)
         line = bytes(self._view[self._start : end])
         self._start = end + 2
         if line[:1] == b"-":
@@ -303,8 +311,13 @@ class Connection:
         self._start += held
         while held < out.size:
             held += self._receive(view[held:], deadline)
-        if self._line(deadline) != (b"", b""):
+        # Not read as a line: one that begins like an error would seem to leave all in order.
+        while self._end - self._start < len(_LINE_END):
+            self._fill(deadline)
+        end = self._start + len(_LINE_END)
+        if self._view[self._start : end] != _LINE_END:
             raise _broken("a value is longer than it says")
+        self._start = end
 
     def _number(self, text: bytes) -> int:
         try:

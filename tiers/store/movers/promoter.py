@@ -247,8 +247,10 @@ class Promoter(Work):
         return ok, qualities
 
     def _finish(self, read: _Read, ok: Mask, quality: Qualities) -> None:
-        self._plans.finish_promotion(read.plan, read.rows, read.slots, ok, quality)
-        self._end(read)
+        try:
+            self._plans.finish_promotion(read.plan, read.rows, read.slots, ok, quality)
+        finally:
+            self._end(read)
 
     def _end(self, read: _Read) -> None:
         with self._lock:

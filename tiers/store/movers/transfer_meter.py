@@ -8,11 +8,16 @@ shares by the time that the threads spent on each.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable
 
+from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.policy.cost_model import TransferBacklog
+from sglang_ext.tiers.store.types import StoreCounters
+
+failures = FailureLog(logging.getLogger(__name__))
 
 OnMeasured = Callable[[int, float, int, float], None]
 """Called with bytes read, seconds of reading, raw bytes decoded, seconds of decoding."""
@@ -24,15 +29,18 @@ class TransferMeter:
     Args:
         on_measured: takes the measurements; called by the thread that ends a read, no lock held.
         clock: seconds, monotonic.
+        counters: where it is counted that a measurement was not taken.
     """
 
     def __init__(
         self,
         on_measured: OnMeasured | None = None,
         clock: Callable[[], float] = time.monotonic,
+        counters: StoreCounters | None = None,
     ) -> None:
         self._on_measured = on_measured
         self._clock = clock
+        self._counters = counters or StoreCounters()
         self._lock = threading.Lock()
         # All guarded by _lock.
         self._queued_bytes = 0  # not begun
@@ -90,7 +98,10 @@ class TransferMeter:
                 self._decode_s += decode_s
 
     def plan_ended(self) -> None:
-        """No read of some plan is left: a measurement is complete."""
+        """No read of some plan is left: a measurement is complete.
+
+        Raises nothing: that a measurement is not taken is no reason not to end the plan.
+        """
         with self._lock:
             threads_s = self._read_s + self._decode_s
             share = self._read_s / threads_s if threads_s > 0 else 1.0
@@ -103,7 +114,11 @@ class TransferMeter:
             self._busy_s = self._read_s = self._decode_s = 0.0
             self._read_bytes = self._decode_bytes = 0
         if measured[0] and self._on_measured is not None:
-            self._on_measured(*measured)
+            try:
+                self._on_measured(*measured)
+            except Exception:
+                self._counters.add("worker_failures")
+                failures.exception("hier-kv: the speed of a transfer could not be noted")
 
     def queue(self) -> TransferBacklog:
         """What the disk has to do now."""

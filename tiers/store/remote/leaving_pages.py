@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.base import Location, ReadRequest, Tier
 from sglang_ext.tiers.disk.segments.fileio import aligned_array
+from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.record import RAW_CODEC, VerifyResult
 from sglang_ext.tiers.remote.base import Outcome, RemoteKey
@@ -31,7 +32,7 @@ from sglang_ext.tiers.store.remote.tenant_puts import TenantPuts, num_dropped
 from sglang_ext.tiers.store.types import Hashes, KeySpace
 from sglang_ext.tiers.transcoder import PageTranscoder
 
-logger = logging.getLogger(__name__)
+failures = FailureLog(logging.getLogger(__name__))
 
 LOW_WATER_SHARE = 0.125
 """Share of DRAM that is kept free, or sent."""
@@ -40,6 +41,7 @@ _QUEUED = 256  # evictions; the pages of more are not sent
 _BATCH_PAGES = 32
 _DISK_BATCH_PAGES = 8
 _POLL_S = 0.02
+_LONGEST_PAUSE_S = 1.0  # of a thread that meets one error after another
 
 
 class _Evicted(NamedTuple):
@@ -120,13 +122,15 @@ class LeavingPages:
         self._drop(num_lost)
 
     def _run(self) -> None:
-        while not self._closing.is_set():
+        pause_s = 0.0
+        while not self._closing.wait(pause_s):
             try:
-                if not self._send_coldest() and not self._send_evicted():
-                    self._closing.wait(_POLL_S)
+                has_sent = self._send_coldest() or self._send_evicted()
+                pause_s = 0.0 if has_sent else _POLL_S
             except Exception:
+                pause_s = min(max(_POLL_S, 2 * pause_s), _LONGEST_PAUSE_S)
                 self._table.counters.add("remote_failures")
-                logger.exception("hier-kv: pages that leave DRAM could not be uploaded")
+                failures.exception("hier-kv: pages that leave DRAM could not be uploaded")
 
     def _send_coldest(self) -> bool:
         """Sends pages before they leave; False when there is nothing to do."""

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.errors import TierConfigError
+from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.records.page_rules import AnyPage, PageRules
 from sglang_ext.tiers.records.record import RecordError, parse_header
 from sglang_ext.tiers.remote.base import Outcome
@@ -34,7 +35,7 @@ from sglang_ext.tiers.store.remote.remote_lookup import RemoteLookup, RemoteLook
 from sglang_ext.tiers.store.remote.upload_queue import RemoteUploads, remote_key
 from sglang_ext.tiers.store.types import Hashes, KeySpace, Plan
 
-logger = logging.getLogger(__name__)
+failures = FailureLog(logging.getLogger(__name__))
 
 REMOTE_POLICIES = ("all", "second_hit", "on_eviction")
 
@@ -210,21 +211,30 @@ class RemotePages:
 
     def _run_lookups(self) -> None:
         while (lookup := self._lookups.take()) is not None:
-            if lookup.plan.cancelled:
-                self._give_up(lookup)
-                continue
-            done = partial(self._fetched, lookup, time.monotonic())
-            self._meter.began(lookup.num_bytes)
-            if self._coded is not None:
-                self._coded.fetch(lookup, done)
-                continue
             try:
-                self._look_up(lookup)
+                self._serve(lookup)
             except Exception:
                 self._count("remote_failures")
-                logger.exception("hier-kv: pages could not be fetched; they are computed again")
-            finally:
+                failures.exception("hier-kv: pages could not be fetched; they are computed again")
+
+    def _serve(self, lookup: Lookup) -> None:
+        """Brings what was asked for, or has it brought; the plan ends whatever is raised."""
+        if lookup.plan.cancelled:
+            self._give_up(lookup)
+            return
+        done = partial(self._fetched, lookup, time.monotonic())
+        self._meter.began(lookup.num_bytes)
+        if self._coded is not None:
+            try:
+                self._coded.fetch(lookup, done)
+            except BaseException:
                 done()
+                raise
+            return
+        try:
+            self._look_up(lookup)
+        finally:
+            done()
 
     def _fetched(self, lookup: Lookup, began_s: float) -> None:
         """Nothing more is fetched for a plan."""
@@ -249,7 +259,8 @@ class RemotePages:
         lookup.plan.first_remote = at
         while at < len(lookup.hashes):
             end = min(at + _LOOKUP_PAGES, len(lookup.hashes))
-            quality = self._stored(lookup, at, end)
+            heads = self._heads.leading(lookup.space, lookup.hashes[at:end], lookup.max_quality)
+            quality = [each for each, _ in heads]  # of the leading ones that the store has
             for first in range(at, at + len(quality), self._fetch_pages):
                 if lookup.plan.cancelled or self._closing.is_set():
                     return
@@ -259,11 +270,6 @@ class RemotePages:
             if len(quality) < end - at:
                 return
             at = end
-
-    def _stored(self, lookup: Lookup, first: int, last: int) -> list[int]:
-        """Qualities of the leading pages of [first, last) that the remote store has."""
-        heads = self._heads.leading(lookup.space, lookup.hashes[first:last], lookup.max_quality)
-        return [quality for quality, _ in heads]
 
     def _sizes(self, space: KeySpace, hashes: Hashes, max_quality: int) -> list[int]:
         """Bytes of the leading pages that the remote store has; see `FindSizes`."""
