@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.books.write_policy import DEFAULT_POLICY
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.disk_coding import KeepRaw
+from sglang_ext.tiers.store.ending import Ending
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.executor import Executor, Threads
 from sglang_ext.tiers.store.gate import Gate
@@ -60,7 +62,8 @@ from sglang_ext.tiers.transcoder import PageTranscoder
 _LOW_WATER_SHARE = 0.125
 # Key spaces in which a page that was never stored is looked for, the latest of all.
 _MAX_OTHER_SPACES = 16
-_CLOSE_LEAVING_S = 1.0  # for the batch in hand, before the disk is closed
+_CLOSE_LEAVING_S = 0.5  # for the batch in hand, before the disk is closed
+_END_S = 1.0  # behind the flush: to seal what was written, and end the threads
 
 
 @dataclass(frozen=True)
@@ -567,10 +570,17 @@ class PageStore:
         return self._spiller.flush(self._clock() + timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Flushes, ends all threads and closes the disk tier. Safe to call twice."""
+        """Flushes, ends all threads and closes the disk tier. Safe to call twice.
+
+        Args:
+            timeout_s: for the flush. All the rest takes a second or two more at most: what hangs
+                is left behind, and counted. Its folder is then as after `kill -9`.
+        """
         if self._closed:
             return
         self._closed = True
+        began_s = self._clock()
+        ending = Ending(self.counters, timeout_s + _END_S)
         # A remote store may take its time over what is in its threads' hands; the disk comes first.
         if self._leaving is not None:
             self._leaving.stop()
@@ -579,22 +589,23 @@ class PageStore:
         if self._transcoder is not None:
             self._transcoder.close()
         if self._promoter is not None:
-            self._promoter.close()
+            ending.run("reads from the disk", self._promoter.close)
         self._books.disk.begin_closing()
         if self._spiller is not None:
             # What would be gone with the process is not worth the time.
             lasts = self._disk is not None and self._disk.persistent
-            self._spiller.flush(self._clock() + (timeout_s if lasts else 0.0))
+            deadline_s = began_s + (timeout_s if lasts else 0.0)
+            ending.run("writes to the disk", partial(self._spiller.flush, deadline_s))
             self.counters.add("shutdown_lost_pages", self._books.spills.num_only_in_dram())
-            self._spiller.close()
+            ending.run("writes to the disk", self._spiller.close)
         if self._leaving is not None:
             self._leaving.close(_CLOSE_LEAVING_S)
         if self._disk is not None:
-            self._disk.close()
+            ending.run("the disk", self._disk.close)
         if self._remote is not None:
-            self._remote.close()
+            ending.run("the remote store", self._remote.close)
         self.events.note("closed", counters=self.counters.snapshot())
-        self.events.close()
+        ending.run("the event log", self.events.close)
 
     def stats(self) -> dict[str, int]:
         """Counters, and how full DRAM is, in pages."""

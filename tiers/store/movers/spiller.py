@@ -93,6 +93,8 @@ class Spiller(Work):
             self._spills.queue_all()
         while self._table.now_s() < deadline_s:
             # Asked again when the queue was empty: the thread may have taken the last of it.
+            if not self._writing.acquire(timeout=max(0.0, deadline_s - self._table.now_s())):
+                break  # a write hangs
             job = self._take_batch()
             if job is not None:
                 job.run()
@@ -113,6 +115,7 @@ class Spiller(Work):
             self._spills.ready.notify_all()
         self._executor.join(self)
         while self._spills.take_clears():  # forgotten pages must not come back with a restart
+            self._writing.acquire()
             job = self._take_batch()
             if job is not None:
                 job.run()
@@ -131,14 +134,15 @@ class Spiller(Work):
         """See `Work.take`. Until it has run, no other batch can be taken."""
         if self._policy.back:
             self._room.queue_leaving(self._low_water_pages)
+        self._writing.acquire()
         return self._take_batch()
 
     def _batch_pages(self) -> int:
         return max(1, self._batch.num_bytes // self._table.arena.slot_bytes)
 
     def _take_batch(self) -> Job | None:
+        """What to do next; `_writing` is held, until it is done, or given back for None."""
         job = None
-        self._writing.acquire()
         try:
             digests = self._spills.take_clears()
             if digests:
