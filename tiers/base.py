@@ -308,6 +308,12 @@ class Tier(abc.ABC):
     def clear(self, digest: bytes | None) -> None:
         """Removes every record of one namespace, or of all with `None`, for good."""
 
+    def end_namespace(self, digest: bytes) -> None:  # noqa: B027
+        """Removes a namespace of which the owner has no page; it may be opened again.
+
+        Its records, if there are any left, are nobody's, and go. Called by the thread that writes.
+        """
+
     @abc.abstractmethod
     def close(self) -> None:
         """Publishes what was written and frees threads, files and locks. Safe to call twice."""

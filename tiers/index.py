@@ -222,6 +222,16 @@ class PageIndex:
         num = kernels.rows_where(rows, self._namespaces, is_one, self._state, self._prev)
         return rows[:num]
 
+    def namespaces_in_use(self) -> list[int]:
+        """Numbers of the namespaces that have live rows, ascending (one linear scan)."""
+        numbers = self._namespaces[self.rows()]
+        if not len(numbers):
+            return []
+        first = int(numbers.min())
+        is_used = np.zeros(int(numbers.max()) - first + 1, np.bool_)
+        is_used[numbers - np.uint32(first)] = True
+        return [first + offset for offset in np.flatnonzero(is_used).tolist()]
+
     def note_hits(self, rows: npt.ArrayLike, clock: int) -> None:
         """Add one to `hits`, which stops at 65535, and set `stamp` to `clock` (its low 32 bits)."""
         kernels.note_hits(_as_rows(rows), clock & 0xFFFFFFFF, self.hits, self.stamp)

@@ -31,8 +31,8 @@ class PluginThread(NamedTuple):
 SCHEDULER: Final = (
     "each layer of a load: on a CPU until it is copied, with CUDA until `hier-kv-load` has queued "
     "its copy; with several ranks, the collective of a step. Between requests: saves under way "
-    "before weights change, or where rows or states that wait to be saved "
-    "leave no room for others; the folder's list when a namespace opens; a flush at shutdown"
+    "before weights change, or where rows or states that wait to be saved leave no room for others; "
+    "the folder's list at start; until a deadline, a flush at shutdown"
 )
 """What SGLang's own scheduler thread may wait for in `seam/`."""
 
@@ -129,6 +129,11 @@ THREADS: Final = (
     ),
     PluginThread(
         ("hier-kv-prefault",), "assembly/parts/store.py", "page faults of the arena; ends by itself"
+    ),
+    PluginThread(
+        ("hier-kv-close",),
+        "tiers/store/ending.py",
+        "one part of the store each, at shutdown: the disk, the store, the log's file",
     ),
     PluginThread(("hier-kv-event-log",), "tiers/store/events.py", "the log's file", "an event log"),
     PluginThread(

@@ -5,11 +5,16 @@ loaded until two things hold: the digest of the new weights is known, and the de
 the old ones (SGLang's flush emptied it, or it was empty). Only then the namespace of the new
 weights opens. A flush that SGLang refuses, or that the caller did not ask for, leaves the tiers
 off until the next flush: KV computed on an old prefix must never be kept as new.
+
+The digest may fail, here or on another rank, for want of memory, say. It is tried again, less and
+less often, in a scheduler step that the ranks agree on. What the device computes meanwhile is of
+weights without a name, and takes their name when they have one: any change of weights ends that.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +31,11 @@ from sglang_ext.tiers.store import KeySpace, PageStore
 logger = logging.getLogger(__name__)
 
 _MIXED = b"mixed"  # the device holds KV of more than one set of weights
+_UNNAMED = b"unnamed"  # of the live weights alone, whose digest could not be taken yet
+
+_FIRST_RETRY_S, _MOST_RETRY_S = 5.0, 600.0
+_RETRY_TIMES = 100  # a try that took long is made again after so many times as long, at least
+_LOOK_STEPS = 32  # ranks ask the first one's clock in one of so many steps, while they wait
 
 
 class ModelIdentity:
@@ -45,6 +55,7 @@ class ModelIdentity:
             namespaces have to be one.
         is_final: whether the namespace can be opened once only, as the server starts. Pipeline
             stages are in different steps later, where none may wait for the digests of the others.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -59,7 +70,9 @@ class ModelIdentity:
         ranks_share: bool = False,
         needs_one_name: bool = False,
         is_final: bool = False,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self._model = model
         self._fixed = fixed
         self._label = label
@@ -77,6 +90,8 @@ class ModelIdentity:
         self._updating = 0
         self._incomplete = False  # an update session is open, or the weights are released
         self._unusable = False  # the live weights could not be digested
+        # Of what is unusable: when to try again, how long to wait behind that, steps since the try.
+        self._retry_at_s, self._retry_s, self._num_steps = 0.0, _FIRST_RETRY_S, 0
         self._digest: bytes | None = None  # of the live weights; None when they may have changed
         # Of the weights that computed what the device holds; None when it holds nothing.
         self._device_digest: bytes | None = None
@@ -88,7 +103,7 @@ class ModelIdentity:
         """
         digest = self._digest_now(store)
         if digest is None:
-            self._device_digest = _MIXED
+            self._note_unnamed(getattr(req, "lora_id", None))
             return None
         if self._device_digest is None:
             self._device_digest = digest
@@ -116,6 +131,37 @@ class ModelIdentity:
             return None
         return store.space(digest)
 
+    def _note_unnamed(self, lora_id: str | None) -> None:
+        """The device computes with weights of which no digest is known."""
+        if not self._may_retry or self._device_digest not in (None, _UNNAMED):
+            self._device_digest = _MIXED
+            return
+        self._device_digest = _UNNAMED
+        if lora_id is not None:  # nobody looked at what the adapter is
+            self._lora_on_device[lora_id] = _MIXED
+
+    @property
+    def _may_retry(self) -> bool:
+        """Whether the live weights have no digest, and stay as they are until another call."""
+        changing = self._updating or self._incomplete or self._is_final
+        return self._unusable and self._serves_alike and not changing
+
+    def step(self, store: PageStore) -> None:
+        """Once a scheduler step, on all ranks at the same point: tries again what failed.
+
+        Where ranks serve different requests they have no such point, and wait for the next change.
+        """
+        if not self._may_retry:
+            return
+        self._num_steps += 1
+        if self._num_steps % _LOOK_STEPS:
+            return
+        is_due = b"y" if self._clock() >= self._retry_at_s else b"n"
+        if self._exchange(is_due)[0] == b"y":
+            self._unusable = False
+            if self._try_open(store) is not None:
+                logger.info("hier-kv: pages of the live weights are saved and loaded from now on")
+
     def _digest_now(self, store: PageStore) -> bytes | None:
         digest = self._digest
         if self._serves_alike:
@@ -125,20 +171,41 @@ class ModelIdentity:
     def _try_open(self, store: PageStore) -> bytes | None:
         if self._unusable:
             return None
+        began_s = self._clock()
         try:
-            return self.open(store)
-        except Exception:
-            self._unusable = True
-            logger.exception(
-                "hier-kv: the namespace of the live weights could not be opened; nothing is saved "
-                "or loaded until they change"
-            )
+            digest = self.open(store, waits=False)
+        except Exception as error:
+            self._note_failed(error, self._clock() - began_s, store)
             return None
+        self._retry_s = _FIRST_RETRY_S
+        if self._device_digest == _UNNAMED:
+            self._device_digest = digest
+        return digest
 
-    def open(self, store: PageStore) -> bytes:
+    def _note_failed(self, error: Exception, took_s: float, store: PageStore) -> None:
+        """The namespace of the live weights could not be opened, here or on another rank."""
+        self._unusable, self._num_steps = True, 0
+        store.counters.add("weight_digest_failures")
+        if self._retry_s == _FIRST_RETRY_S:
+            until = "that works, which is tried again" if self._may_retry else "they change"
+            logger.error(
+                "hier-kv: the namespace of the live weights could not be opened; nothing is saved "
+                "or loaded until %s",
+                until,
+                exc_info=error,
+            )
+        self._retry_at_s = self._clock() + max(self._retry_s, _RETRY_TIMES * took_s)
+        self._retry_s = min(2 * self._retry_s, _MOST_RETRY_S)
+
+    def open(self, store: PageStore, *, waits: bool = True) -> bytes:
         """Opens the namespace of the live weights, if it is not open, and returns its digest.
 
         With several ranks all of them open theirs, or none does: each calls it at the same point.
+
+        Args:
+            store: of this rank.
+            waits: whether the disk opens it before this returns, as a server starts. Otherwise it
+                does so soon, and a disk that fails or hangs holds nobody up.
 
         Raises:
             RuntimeError: another rank failed.
@@ -165,7 +232,10 @@ class ModelIdentity:
 
             def open_own() -> bytes:
                 nonlocal found
-                found = store.open_namespace(digest, label)
+                if waits:
+                    found = store.open_namespace(digest, label)
+                else:
+                    store.open_soon(digest, label)
                 return digest
 
             opened = self.on_all_ranks(open_own)
@@ -183,9 +253,11 @@ class ModelIdentity:
                     "one kind, with one KV cache scale for all ranks"
                 )
             self._digest = digest
-            logger.info(
-                "hier-kv: namespace %s opened, %d pages found on disk", digest.hex()[:16], found
-            )
+            name = digest.hex()[:16]
+            if waits:
+                logger.info("hier-kv: namespace %s opened, %d pages found on disk", name, found)
+            else:
+                logger.info("hier-kv: namespace %s opened; the disk opens it next", name)
         return self._digest
 
     def on_all_ranks(self, work: Callable[[], bytes]) -> list[bytes]:
@@ -259,7 +331,7 @@ class ModelIdentity:
         """
         self._updating -= 1
         self._incomplete = incomplete
-        self._unusable = self._is_final
+        self._unusable, self._retry_s = self._is_final, _FIRST_RETRY_S
         self._digest = None
         if self._is_final:
             logger.warning(

@@ -756,6 +756,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         if self.linker.place_questions is not None:
             self.linker.place_questions.step()
         self._drop_outputs(self.admission.step())
+        self.identity.step(self.store)
         self.metrics_reporter_hier.maybe_publish()
 
     @rank_consensus

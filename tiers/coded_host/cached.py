@@ -142,6 +142,12 @@ class CachedDiskTier(Tier, OwnerCallbacks):
         """See `Tier.clear`."""
         self._disk.clear(digest)
 
+    def end_namespace(self, digest: bytes) -> None:
+        """See `Tier.end_namespace`."""
+        self._disk.end_namespace(digest)
+        with self._lock:
+            self._slot_bytes.pop(digest, None)
+
     def close(self) -> None:
         """Closes the disk tier too."""
         self._disk.close()

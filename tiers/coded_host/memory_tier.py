@@ -72,6 +72,8 @@ class _Namespace:
 class MemoryTier(Tier, OwnerCallbacks):
     """Keeps records of many namespaces in DRAM, within a bound on their bytes.
 
+    It has many methods because a tier has, and makes room record by record besides.
+
     Threads and callbacks as in `DiskTier`: any number may `read`; what writes takes the write lock,
     under which the callbacks are called.
 
@@ -165,6 +167,13 @@ class MemoryTier(Tier, OwnerCallbacks):
                 ]
             for segment in found:
                 self._drop(segment)
+
+    def end_namespace(self, digest: bytes) -> None:
+        """See `Tier.end_namespace`."""
+        with self._write_lock:
+            self.clear(digest)
+            with self._lock:
+                self._namespaces.pop(digest, None)
 
     def close(self) -> None:
         """See `Tier.close`. Everything is gone."""

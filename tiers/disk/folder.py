@@ -317,6 +317,26 @@ def write_namespace_file(io: FileIO, folder: Path, entry: NamespaceFile, *, sync
         raise TierConfigError(_cannot_use(folder, error)) from error
 
 
+def remove_empty_folder(io: FileIO, folder: Path) -> bool:
+    """Removes a namespace's folder in which nothing lies but what `write_namespace_file` wrote.
+
+    Returns:
+        Whether it is gone.
+    """
+    try:
+        names = [path.name for path in folder.iterdir()]
+        if names not in ([], ["ns.msgpack"]):
+            return False
+        if names and read_namespace_file(io, folder) is None:
+            return False  # not ours, or damaged: it is left to be looked at
+        if names:
+            io.unlink(folder / "ns.msgpack")
+        folder.rmdir()
+    except (OSError, TierConfigError):
+        return False
+    return True
+
+
 def _read_state(io: FileIO, path: Path) -> dict[str, Any]:
     try:
         state = msgpack.unpackb(read_small(io, path, 0, _MAX_STATE_BYTES))

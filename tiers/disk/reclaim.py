@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.base import BLOCK_BYTES, OwnerCallbacks, RecoveredPages
 from sglang_ext.tiers.disk.disk_context import DiskContext
+from sglang_ext.tiers.disk.folder import remove_empty_folder
 from sglang_ext.tiers.disk.segments.active import ActiveSegment
 from sglang_ext.tiers.disk.segments.catalog import Namespace, Segment
 from sglang_ext.tiers.disk.segments.fileio import aligned_array
@@ -171,7 +172,14 @@ class SegmentReclaimer:
             return 0
         finally:
             context.fds.forget(segment.segment_id)
+        self.drop_namespace(segment.namespace)
         return segment.file_bytes
+
+    def drop_namespace(self, digest: bytes) -> None:
+        """Forgets a namespace that is not open and has no segment left, and removes its folder."""
+        namespace = self._context.catalog.take_if_empty(digest)
+        if namespace is not None:
+            remove_empty_folder(self._context.io, namespace.folder)
 
     def _shortfall(self, num_bytes: int) -> int:
         """Returns the bytes to give back before `num_bytes` fit under both bounds."""

@@ -30,6 +30,7 @@ from sglang_ext.tiers.disk.folder import (
     namespace_folders,
     read_namespace_file,
     refuse_foreign,
+    remove_empty_folder,
     remove_temp_files,
     segment_files,
     write_namespace_file,
@@ -135,6 +136,8 @@ class DiskTier(Tier, OwnerCallbacks):
                 raise TierConfigError("the disk tier is closed; open a new one")
             folder = self._config.path / digest.hex()[:16]
             self._claim_folder(folder, NamespaceFile(digest, slot_bytes, label))
+            # Also of others: they are of weights of before, and hardly written to any more.
+            self._writer.seal_others(digest)
             self._writer.seal(digest)
             namespace = self._catalog.namespace(digest)
             if namespace is None:
@@ -186,6 +189,16 @@ class DiskTier(Tier, OwnerCallbacks):
                     with contextlib.suppress(OSError):
                         sync_folder(self._io, namespace.folder)
 
+    def end_namespace(self, digest: bytes) -> None:
+        """See `Tier.end_namespace`. Its folder goes, too."""
+        with self._writer.lock:
+            namespace = self._catalog.namespace(digest)
+            if self._is_closed or namespace is None:
+                return
+            self._writer.clear(digest)
+            namespace.slot_bytes = 0
+            self._writer.reclaimer.drop_namespace(digest)
+
     def close(self) -> None:
         """Seals the active segments, ends the threads and gives the folder back."""
         with self._writer.lock:
@@ -229,6 +242,8 @@ class DiskTier(Tier, OwnerCallbacks):
             remove_temp_files(self._io, root)
             for folder in namespace_folders(root):
                 remove_temp_files(self._io, folder)
+                if remove_empty_folder(self._io, folder):
+                    continue
                 for segment_id, path in segment_files(folder):
                     highest = max(highest, segment_id)
                     self._add_found(folder, segment_id, path)

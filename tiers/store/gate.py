@@ -59,8 +59,12 @@ class Gate:
         self._epoch = Epoch()
 
     def is_open(self, space: KeySpace) -> bool:
-        """Whether a key space is of the present epoch. The only comparison of epochs there is."""
-        return space.epoch is self._epoch
+        """Whether a key space is of the present epoch."""
+        return self.lasts(space.epoch)
+
+    def lasts(self, epoch: Epoch) -> bool:
+        """Whether an epoch is the present one. The only comparison of epochs there is."""
+        return epoch is self._epoch
 
     def load(self, ticket: LoadTicket, space: KeySpace) -> LivePages | None:
         """Lets pages through to the device, or gives their pins back and counts them (None).

@@ -3,33 +3,46 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Collection
 
 from sglang_ext.tiers.store.gate import Gate
-from sglang_ext.tiers.store.types import KeySpace
+from sglang_ext.tiers.store.types import Epoch, KeySpace
+
+KEPT_NAMESPACES = 8
+"""The last that were opened are kept, whether anything is stored of them or not."""
 
 
 class KeySpaces:
-    """The key spaces of one store, and the namespaces that were opened. Thread-safe."""
+    """The key spaces of one store, and the namespaces that were opened. Thread-safe.
+
+    Each change of weights brings a namespace, so those of which nothing is stored any more are
+    retired. A number is never given out twice: where somebody still has one, nothing is found.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         # All guarded by _lock.
-        self._by_number: list[KeySpace] = []
+        self._next_number = 0
+        self._by_number: dict[int, KeySpace] = {}  # ascending
         self._by_name: dict[tuple[bytes, bytes], KeySpace] = {}
-        self._opened: set[bytes] = set()
+        self._opened: dict[bytes, None] = {}  # the last asked for comes last
 
     def get(self, digest: bytes, lora: bytes, gate: Gate) -> KeySpace:
         """The key space of a namespace and an adapter, in a gate's epoch of now."""
         with self._lock:
             space = self._by_name.get((digest, lora))
             if space is None:
-                space = KeySpace(len(self._by_number), digest, lora, gate.epoch)
-                self._by_number.append(space)
-                self._by_name[digest, lora] = space
+                space = self._add(digest, lora, gate.epoch)
             elif not gate.is_open(space):
                 space = space._replace(epoch=gate.epoch)
                 self._by_number[space.number] = self._by_name[digest, lora] = space
             return space
+
+    def known(self, digest: bytes, lora: bytes) -> KeySpace:
+        """The same, for what was found of it on disk: a new one passes no gate before `get`."""
+        with self._lock:
+            space = self._by_name.get((digest, lora))
+            return self._add(digest, lora, Epoch()) if space is None else space
 
     def number_of(self, digest: bytes, lora: bytes) -> int | None:
         """The number of a key space that was asked for before; None for others."""
@@ -43,28 +56,70 @@ class KeySpaces:
             return len(self._by_number)
 
     def of(self, number: int) -> KeySpace:
-        """A key space by its number."""
+        """A key space by its number; something is stored of it."""
         with self._lock:
             return self._by_number[number]
+
+    def find(self, number: int) -> KeySpace | None:
+        """A key space by its number; None where it was retired."""
+        with self._lock:
+            return self._by_number.get(number)
 
     def all(self) -> list[KeySpace]:
         """All of them, by number."""
         with self._lock:
-            return list(self._by_number)
+            return list(self._by_number.values())
 
     def begin_opening(self, digest: bytes) -> bool:
         """Whether a namespace is to be opened; false from then on."""
         with self._lock:
             is_new = digest not in self._opened
-            self._opened.add(digest)
+            self._opened.pop(digest, None)
+            self._opened[digest] = None
             return is_new
 
     def not_opened(self, digest: bytes) -> None:
         """It could not be opened."""
         with self._lock:
-            self._opened.discard(digest)
+            self._opened.pop(digest, None)
+
+    def may_retire(self) -> bool:
+        """Whether there are more namespaces than are kept in any case."""
+        with self._lock:
+            return len(self._opened) > KEPT_NAMESPACES
+
+    def retire(self, in_use: Collection[int], but: Collection[bytes]) -> list[bytes]:
+        """Forgets namespaces of which nothing is stored, but for the last that were opened.
+
+        The caller holds the lock under which rows are made.
+
+        Args:
+            in_use: numbers of the key spaces that have rows.
+            but: digests of namespaces that stay.
+
+        Returns:
+            Their digests; they have to be opened again before they are used again.
+        """
+        with self._lock:
+            used = {
+                self._by_number[number].digest for number in in_use if number in self._by_number
+            }
+            before = list(self._opened)[:-KEPT_NAMESPACES]
+            gone = [digest for digest in before if digest not in used and digest not in but]
+            for digest in gone:
+                del self._opened[digest]
+            names = [name for name in self._by_name if name[0] in set(gone)]
+            for name in names:
+                del self._by_number[self._by_name.pop(name).number]
+            return gone
 
     def all_and_opened(self) -> tuple[list[KeySpace], set[bytes]]:
         """All of them, and the digests of the namespaces that were opened, as of one moment."""
         with self._lock:
-            return list(self._by_number), set(self._opened)
+            return list(self._by_number.values()), set(self._opened)
+
+    def _add(self, digest: bytes, lora: bytes, epoch: Epoch) -> KeySpace:
+        space = KeySpace(self._next_number, digest, lora, epoch)
+        self._next_number += 1
+        self._by_number[space.number] = self._by_name[digest, lora] = space
+        return space

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,14 +25,17 @@ from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.books.write_policy import DEFAULT_POLICY
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.disk_coding import KeepRaw
+from sglang_ext.tiers.store.ending import Ending
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.executor import Executor, Threads
 from sglang_ext.tiers.store.gate import Gate
 from sglang_ext.tiers.store.key_spaces import KeySpaces
 from sglang_ext.tiers.store.lookahead import LookAhead
+from sglang_ext.tiers.store.movers.namespaces import NO_LORA, Namespaces, rows_by_adapter
 from sglang_ext.tiers.store.movers.promoter import Promoter
 from sglang_ext.tiers.store.movers.spiller import Spiller
 from sglang_ext.tiers.store.movers.transfer_meter import OnMeasured, TransferMeter
+from sglang_ext.tiers.store.openings import Opening
 from sglang_ext.tiers.store.record_copies import RecordCopies
 from sglang_ext.tiers.store.remote.coded_remote import OpenCoded
 from sglang_ext.tiers.store.remote.leaving_pages import LeavingPages
@@ -54,15 +58,12 @@ from sglang_ext.tiers.store.types import (
 )
 from sglang_ext.tiers.transcoder import PageTranscoder
 
-NO_LORA = b""
 # Share of DRAM that write-back keeps free or clean.
 _LOW_WATER_SHARE = 0.125
 # Key spaces in which a page that was never stored is looked for, the latest of all.
 _MAX_OTHER_SPACES = 16
-_CLOSE_LEAVING_S = 1.0  # for the batch in hand, before the disk is closed
-# Adapters of a namespace whose pages a start takes from the disk, those with the most pages. Each
-# costs memory and time for as long as the server runs, and the disk's writers can name any number.
-_MAX_ADAPTERS = 4096
+_CLOSE_LEAVING_S = 0.5  # for the batch in hand, before the disk is closed
+_END_S = 1.0  # behind the flush: to seal what was written, and end the threads
 
 
 @dataclass(frozen=True)
@@ -170,6 +171,9 @@ class PageStore:
             copies_bytes=0 if disk is None else disk.copies_bytes,
         )
         self.gate = Gate(self.counters, self.end_load)
+        self._namespaces = Namespaces(
+            self._books, self._spaces, self.gate, disk, packed=self._packed
+        )
         self.lookahead = LookAhead(self._books, policy) if policy is not None else None
         self._fetch_meter = TransferMeter(on_fetch, counters=self.counters)
         self._read_meter = TransferMeter(on_read, clock, self.counters)
@@ -200,7 +204,7 @@ class PageStore:
         if config.remote_policy == "on_eviction":
             self._leaving = LeavingPages(
                 self._books, remote, self._remote.uploads.send, self._disk, self._transcoder,
-                self._spaces.of, rules, config.put_share,
+                self._spaces.find, rules, config.put_share,
             )  # fmt: skip
 
     def _connect_disk(
@@ -221,6 +225,7 @@ class PageStore:
             keep_raw=keep_raw,
             decoded=decoded,
             meter=self._write_meter,
+            namespaces=self._namespaces,
         )
         self._promoter = Promoter(
             self._books, disk, executor, self._transcoder, self._read_meter, decoded, rules
@@ -245,41 +250,47 @@ class PageStore:
     def open_namespace(self, digest: bytes, label: dict[str, Any]) -> int:
         """Makes a namespace usable and enters the pages a former run left on disk.
 
+        Waits for the disk: for a server's start. See `open_soon`.
+
         Args:
             digest: 32 bytes.
             label: what it is, for people who look into the folder.
 
         Returns:
             Number of pages found on disk.
+
+        Raises:
+            TierConfigError: the disk cannot open it.
         """
-        if not self._spaces.begin_opening(digest) or self._disk is None:
+        if not self._spaces.begin_opening(digest):
             return 0
-        total = 0
-
-        def enter(found: RecoveredPages) -> None:
-            nonlocal total
-            total = self._enter_found(digest, found)
-
+        if self._spiller is None:
+            self._namespaces.end_unused()
+            return 0
         try:
-            self._disk.open_namespace(
-                digest, self.arena.slot_bytes, label, packed=self._packed, enter=enter
-            )
+            with self._spiller.alone():  # behind what ends namespaces, this one perhaps
+                self._namespaces.end_unused()
+            return self._namespaces.open(digest, label, self.gate.epoch)
         except BaseException:
             self._spaces.not_opened(digest)
             raise
-        return total
 
-    def _enter_found(self, digest: bytes, found: RecoveredPages) -> int:
-        """Enters what a former run left of a namespace; returns how many pages found room."""
-        rows = _rows_by_adapter(found.lora)
-        most = sorted(rows, key=lambda adapter: -len(rows[adapter]))
-        left = [rows.pop(adapter) for adapter in most[_MAX_ADAPTERS:]]
-        if left:
-            self._books.disk.leave_out(found.take(np.concatenate(left)))
-        return sum(
-            self._books.disk.add_recovered(self.space(digest, lora), found.take(mine))
-            for lora, mine in rows.items()
-        )
+    def open_soon(self, digest: bytes, label: dict[str, Any]) -> None:
+        """Makes a namespace usable in DRAM and in the remote store, and soon on the disk.
+
+        Waits for nothing: the thread that writes to the disk opens it there, before it writes more,
+        and as often as it takes. Then pages that a former run left are found.
+
+        Args:
+            digest: 32 bytes.
+            label: what it is, for people who look into the folder.
+        """
+        if not self._spaces.begin_opening(digest):
+            return
+        if self._spiller is None:
+            self._namespaces.end_unused()
+        else:
+            self._books.spills.open(Opening(digest, label, self._clock(), self.gate.epoch))
 
     # ---- pages ----
 
@@ -315,7 +326,8 @@ class PageStore:
 
     def is_open(self, number: int) -> bool:
         """Whether this epoch has used a key space."""
-        return self.gate.is_open(self._spaces.of(number))
+        space = self._spaces.find(number)
+        return space is not None and self.gate.is_open(space)
 
     def tiers_of(self, hashes: Hashes, homes: Rows | None = None) -> npt.NDArray[np.uint8]:
         """Which tiers have pages, of any key space that this epoch has used.
@@ -436,7 +448,9 @@ class PageStore:
         hashes, numbers = self._books.loads.drop_damaged(rows, slots)
         if self._remote is not None:
             for row, number in zip(hashes, numbers.tolist(), strict=True):
-                self._remote.blame(self._spaces.of(number), row.tobytes())
+                space = self._spaces.find(number)
+                if space is not None:
+                    self._remote.blame(space, row.tobytes())
 
     def release(self, slots: Slots) -> None:
         """Gives pins back."""
@@ -556,10 +570,17 @@ class PageStore:
         return self._spiller.flush(self._clock() + timeout_s)
 
     def close(self, timeout_s: float = 10.0) -> None:
-        """Flushes, ends all threads and closes the disk tier. Safe to call twice."""
+        """Flushes, ends all threads and closes the disk tier. Safe to call twice.
+
+        Args:
+            timeout_s: for the flush. All the rest takes a second or two more at most: what hangs
+                is left behind, and counted. Its folder is then as after `kill -9`.
+        """
         if self._closed:
             return
         self._closed = True
+        began_s = self._clock()
+        ending = Ending(self.counters, timeout_s + _END_S)
         # A remote store may take its time over what is in its threads' hands; the disk comes first.
         if self._leaving is not None:
             self._leaving.stop()
@@ -568,22 +589,23 @@ class PageStore:
         if self._transcoder is not None:
             self._transcoder.close()
         if self._promoter is not None:
-            self._promoter.close()
+            ending.run("reads from the disk", self._promoter.close)
         self._books.disk.begin_closing()
         if self._spiller is not None:
             # What would be gone with the process is not worth the time.
             lasts = self._disk is not None and self._disk.persistent
-            self._spiller.flush(self._clock() + (timeout_s if lasts else 0.0))
+            deadline_s = began_s + (timeout_s if lasts else 0.0)
+            ending.run("writes to the disk", partial(self._spiller.flush, deadline_s))
             self.counters.add("shutdown_lost_pages", self._books.spills.num_only_in_dram())
-            self._spiller.close()
+            ending.run("writes to the disk", self._spiller.close)
         if self._leaving is not None:
             self._leaving.close(_CLOSE_LEAVING_S)
         if self._disk is not None:
-            self._disk.close()
+            ending.run("the disk", self._disk.close)
         if self._remote is not None:
-            self._remote.close()
+            ending.run("the remote store", self._remote.close)
         self.events.note("closed", counters=self.counters.snapshot())
-        self.events.close()
+        ending.run("the event log", self.events.close)
 
     def stats(self) -> dict[str, int]:
         """Counters, and how full DRAM is, in pages."""
@@ -604,6 +626,7 @@ class PageStore:
         stats["lost_pages_memory_bytes"] = self._books.table.lost.nbytes
         stats["planned_pages"] = self._books.pins.num_pages
         stats["spill_queue_pages"] = spilling
+        stats["openings_pending"] = self._books.spills.num_openings()
         stats["clears_pending"] = int(bool(self._books.spills.take_clears()))
         return stats
 
@@ -633,7 +656,7 @@ class PageStore:
 
         def numbers_of(digest: bytes, lora: npt.NDArray[np.uint8]) -> Rows:
             numbers = np.full(len(lora), -1, np.int64)
-            for adapter, rows in _rows_by_adapter(lora).items():
+            for adapter, rows in rows_by_adapter(lora).items():
                 number = self._spaces.number_of(digest, adapter)
                 numbers[rows] = -1 if number is None else number
             return numbers
@@ -655,13 +678,3 @@ class PageStore:
         disk.keeper = pages_on_disk
         if self._books.table.copies is not None:
             disk.copy_keeper = RecordCopies(self._books.table, self._spaces.number_of)
-
-
-def _rows_by_adapter(lora: npt.NDArray[np.uint8]) -> dict[bytes, Rows]:
-    """The rows of each adapter, u8 `[N, 32]`, ascending; pages without one come first."""
-    words = np.ascontiguousarray(lora).view(np.uint64)
-    order = np.lexsort(words.T)  # many times faster than to sort rows of bytes
-    words = words[order]
-    ends = np.flatnonzero((words[1:] != words[:-1]).any(axis=1)) + 1
-    groups = np.split(order, ends) if len(order) else []
-    return {lora[rows[0]].tobytes() if lora[rows[0]].any() else NO_LORA: rows for rows in groups}

@@ -118,6 +118,7 @@ _NOW = {
     "remote_fetch_queue": (WAITING_JOBS, "fetches of a request's pages"),
     "event_log_waiting_lines": (WAITING_LINES, "those on their way to the event log"),
     "clears_pending": (STATE, "1 while the disk is still to delete what was cleared"),
+    "openings_pending": (STATE, "namespaces that the disk has still to open"),
     "disk_segments": (HELD_SEGMENTS, "those on disk"),
     "disk_open_fds": (OPEN_FILES, "those of the disk"),
     "disk_coded_host_records": (HELD_RECORDS, "coded pages in DRAM"),
@@ -180,6 +181,7 @@ FROM_START = (
         f"{what}_failures"
         for what in (
             "save", "load", "spill", "promotion", "clear", "profile", "encode", "adapter_digest",
+            "weight_digest", "namespace_open",
             "device_replace", "quote_search", "remote", "miss_report",
         )
     ),

@@ -145,6 +145,9 @@ class Identity:
     def device_was_reset(self) -> None:
         pass
 
+    def step(self, store: PageStore) -> None:
+        pass
+
 
 @dataclass
 class Request:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +13,12 @@ import pytest
 import torch
 
 from sglang_ext.identity.model_identity import ModelIdentity
+from sglang_ext.identity.namespace import digest_model
 from sglang_ext.identity.tenancy import tree_key
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig
+from tests.unit.store.store_rig import Rig, check_content, pages
 
 
 def adapter(value: float) -> SimpleNamespace:
@@ -148,6 +153,231 @@ def test_weights_that_cannot_be_digested_turn_the_tiers_off(
     assert caplog.text.count("could not be opened") == 1
     world.update(2.0, empty=True)
     assert world.space() is not None
+
+
+class Clock:
+    """Seconds, as the test says."""
+
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def steps(world: Fixture, num: int = 64) -> None:
+    for _ in range(num):
+        world.identity.step(world.store)
+
+
+@pytest.fixture
+def failing(world: Fixture, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """A world whose weights cannot be digested for as long as `fails`; its clock; tries so far."""
+    state = SimpleNamespace(world=world, clock=Clock(), fails=False, tries=0)
+
+    def digest(model: Any) -> bytes:
+        state.tries += 1
+        if state.fails:
+            raise MemoryError("no room for a digest")
+        return digest_model(model)
+
+    monkeypatch.setattr("sglang_ext.identity.model_identity.digest_model", digest)
+    world.identity = ModelIdentity(
+        world.model, {}, {}, lambda: world.adapters, clock=state.clock
+    )  # fmt: skip
+    assert world.space() is not None
+    world.identity.device_was_reset()
+    state.fails = True
+    return state
+
+
+def test_a_digest_that_failed_once_is_taken_later(failing: SimpleNamespace) -> None:
+    """What the device computed meanwhile is of the same weights, and may be saved."""
+    world = failing.world
+    world.update(2.0, empty=True)
+    assert world.space() is None
+    failing.fails = False
+    steps(world)
+    assert world.space() is None, "it is too early"
+    failing.clock.now_s = 1000.0
+    steps(world)
+    space = world.space()
+    assert space is not None
+    world.update(1.0, empty=True)
+    assert world.space() != space
+    world.update(2.0, empty=True)
+    assert world.space() == space
+
+
+def test_tries_become_rare(failing: SimpleNamespace) -> None:
+    world = failing.world
+    world.update(2.0, empty=True)
+    before = failing.tries
+    assert world.space() is None
+    for _ in range(3600):
+        failing.clock.now_s += 1.0
+        steps(world, 32)
+        assert world.space() is None
+    assert 8 <= failing.tries - before <= 14
+    assert world.store.stats()["weight_digest_failures"] == failing.tries - before
+
+
+def test_kv_of_weights_without_a_digest_is_nobodys_after_another_change(
+    failing: SimpleNamespace,
+) -> None:
+    world = failing.world
+    world.update(2.0, empty=True)
+    assert world.space() is None  # and computes on the device
+    world.update(3.0, empty=False)
+    failing.fails = False
+    assert world.space() is None
+    world.identity.device_was_reset()
+    assert world.space() is not None
+
+
+def test_a_later_digest_is_not_believed_of_what_lay_there_before(failing: SimpleNamespace) -> None:
+    world = failing.world
+    failing.fails = False
+    assert world.space() is not None  # of the weights of before
+    failing.fails = True
+    world.update(2.0, empty=False)
+    assert world.space() is None
+    failing.fails = False
+    failing.clock.now_s = 1000.0
+    steps(world)
+    assert world.space() is None
+    world.identity.device_was_reset()
+    assert world.space() is not None
+
+
+def test_an_adapter_that_ran_without_a_digest_is_off_until_a_flush(
+    failing: SimpleNamespace,
+) -> None:
+    """It may have been another one under the same id, which nobody looked at."""
+    world = failing.world
+    world.adapters["a"] = adapter(1.0)
+    world.update(2.0, empty=True)
+    assert world.space("a") is None
+    world.adapters["a"] = adapter(2.0)
+    world.identity.adapters_changed(world.store)
+    failing.fails = False
+    failing.clock.now_s = 1000.0
+    steps(world)
+    assert world.space() is not None
+    assert world.space("a") is None
+    world.identity.device_was_reset()
+    assert world.space("a") is not None
+
+
+def test_nothing_is_tried_while_weights_change(failing: SimpleNamespace) -> None:
+    world = failing.world
+    world.update(2.0, empty=True)
+    assert world.space() is None
+    failing.clock.now_s = 1000.0
+    tries = failing.tries
+    world.identity.begin_update(device_is_empty=True)
+    steps(world)
+    world.identity.end_update(device_is_empty=True, incomplete=True)
+    steps(world)
+    assert failing.tries == tries
+
+
+def test_ranks_try_again_by_the_clock_of_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the same step: one that tried alone would wait for the others for ever."""
+    ranks = threading.Barrier(2, timeout=300)
+    sent: list[bytes] = [b"", b""]
+    fails = [False, False]
+
+    def digest(model: Any) -> bytes:
+        if fails[model.rank]:
+            raise MemoryError("no room for a digest")
+        return digest_model(model)
+
+    monkeypatch.setattr("sglang_ext.identity.model_identity.digest_model", digest)
+
+    def exchange(rank: int, content: bytes) -> list[bytes]:
+        sent[rank] = content
+        ranks.wait()
+        got = list(sent)
+        ranks.wait()
+        return got
+
+    def serve(rank: int) -> list[bool]:
+        model: Any = torch.nn.Linear(2, 2)
+        torch.nn.init.ones_(model.weight)
+        model.rank = rank
+        clock = Clock()
+        clock.now_s = -500.0 * rank  # nobody's clock is another's
+        store = PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig())
+        identity = ModelIdentity(model, {}, {}, dict, partial(exchange, rank), clock=clock)
+        request = SimpleNamespace(lora_id=None)
+        usable = [identity.space_of(request, store) is not None]
+        for fail in (True, False):
+            fails[1] = fail
+            identity.begin_update(device_is_empty=True)
+            identity.end_update(device_is_empty=True)
+            usable.append(identity.space_of(request, store) is not None)
+            fails[1] = False
+            clock.now_s += 1000.0 if rank == 0 else 0.0
+            for _ in range(64):
+                identity.step(store)
+            usable.append(identity.space_of(request, store) is not None)
+        store.close()
+        return usable
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(serve, range(2)))
+    assert results == [[True, False, True, True, True]] * 2
+
+
+def test_a_disk_that_fails_leaves_dram_on(tmp_path: Path) -> None:
+    """And is tried again: its pages of before are found, and new ones are written."""
+    rig = Rig(tmp_path)
+    world = Fixture()
+    world.store = rig.store
+    world.identity = ModelIdentity(world.model, {}, {}, lambda: world.adapters)
+    world.set_weights(1.0)
+    world.identity.open(world.store)
+    rig.io.fail_writes = True
+    world.update(2.0, empty=True)
+    space = world.space()
+    assert space is not None
+    rig.until(lambda: rig.count("namespace_open_failures") > 0)
+    rig.space = space
+    kept = pages("a", 3)
+    rig.save(kept)
+    rig.settle()
+    check_content(rig, kept)
+    rig.io.fail_writes = False
+    rig.until(lambda: not rig.store.stats()["openings_pending"])
+    more = pages("b", 3)
+    rig.save(more)
+    rig.settle()
+    assert rig.on_disk(more) == 3
+    rig.store.close(5)
+
+
+def test_a_disk_that_hangs_holds_up_no_update(tmp_path: Path) -> None:
+    """Nor do pages of the new weights reach it before it has opened their namespace."""
+    rig = Rig(tmp_path)
+    world = Fixture()
+    world.store = rig.store
+    world.identity = ModelIdentity(world.model, {}, {}, lambda: world.adapters)
+    world.identity.open(world.store)
+    rig.io.open_gate.clear()
+    rig.save(pages("of before", 2))
+    rig.until(lambda: rig.books.spills.num_spilling > 0)  # a write hangs
+    world.update(2.0, empty=True)
+    space = world.space()
+    assert space is not None
+    rig.space = space
+    kept = pages("a", 3)
+    rig.save(kept)
+    check_content(rig, kept)
+    assert rig.on_disk(kept) == 0
+    rig.io.open_gate.set()
+    rig.settle()
+    assert rig.on_disk(kept) == 3
+    rig.store.close(5)
 
 
 def test_adapters_have_spaces_of_their_own(world: Fixture) -> None:

@@ -14,7 +14,8 @@ import pytest
 
 from sglang_ext.tiers import index_kernels as kernels
 from sglang_ext.tiers.base import RecoveredPages
-from sglang_ext.tiers.store import Epoch, KeySpace, page_store
+from sglang_ext.tiers.store import Epoch, KeySpace
+from sglang_ext.tiers.store.movers import namespaces
 from sglang_ext.tiers.store.types import READY, WRITE_DROPPED, DiskCopies
 from tests.unit.store.store_rig import (
     DIGEST,
@@ -411,7 +412,7 @@ def test_a_restart_takes_pages_of_so_many_adapters_and_no_more(
     rig.save(pages("a", 5))
     rig.settle()
     rig.store.close()
-    monkeypatch.setattr(page_store, "_MAX_ADAPTERS", 3)
+    monkeypatch.setattr(namespaces, "_MAX_ADAPTERS", 3)
     again = make()
     assert again.found == 11
     assert len(again.store.open_spaces()) == 3

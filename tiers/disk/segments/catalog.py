@@ -72,7 +72,10 @@ class Namespace:
 
 
 class Catalog:
-    """Namespaces and segments. Thread-safe: one lock, held only for look-ups and small changes."""
+    """Namespaces and segments. Thread-safe: one lock, held only for look-ups and small changes.
+
+    It has many methods because each look-up or change is one, made whole under the lock.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -100,6 +103,14 @@ class Catalog:
         """Adds a namespace that is not there yet."""
         with self._lock:
             self._namespaces[namespace.digest] = namespace
+
+    def take_if_empty(self, digest: bytes) -> Namespace | None:
+        """Removes a namespace that has no segments and is not open; None where it stays."""
+        with self._lock:
+            namespace = self._namespaces.get(digest)
+            if namespace is None or namespace.is_open or namespace.segments:
+                return None
+            return self._namespaces.pop(digest)
 
     def add(self, segment: Segment) -> None:
         """Adds a segment of a known namespace and counts its bytes."""

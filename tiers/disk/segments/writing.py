@@ -21,6 +21,8 @@ from sglang_ext.tiers.disk.segments.layout import segment_file_bytes
 from sglang_ext.tiers.records.record import ByteArray, RecordError, VerifyResult
 from sglang_ext.tiers.records.seals import RecordSeals, SealedRecord
 
+_MOST_OTHERS = 1  # active segments of namespaces of before: what DRAM still has of them is written
+
 
 class _Batch:
     """Rows that are written together. `prepare` may be called by several threads.
@@ -108,6 +110,17 @@ class Writer:
             active.close()
             self.reclaimer.drop(active.segment)
 
+    def seal_others(self, digest: bytes, most_left: int = 0) -> None:
+        """Seals the active segments of other namespaces, but for the last written of them.
+
+        Each is an open file with room that was taken ahead. Of a server one namespace is written
+        to, but for a while behind a change of weights.
+        """
+        others = [active.segment for key, active in self.actives.items() if key != digest]
+        others.sort(key=lambda segment: segment.last_used)
+        for segment in others[: max(0, len(others) - most_left)]:
+            self.seal(segment.namespace)
+
     def clear(self, digest: bytes) -> None:
         """Removes every segment of the namespace."""
         active = self.actives.pop(digest, None)
@@ -164,6 +177,7 @@ class Writer:
                 return None
             active = self._create(namespace, namespace.num_slots)
         if active is not None:
+            self.seal_others(namespace.digest, _MOST_OTHERS)
             self.actives[namespace.digest] = active
         return active
 

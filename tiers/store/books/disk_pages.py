@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -33,17 +35,28 @@ class DiskPages:
         if table.disk_order is not None:
             self._duplicates = DuplicateCopies(table.index, table.arena.num_slots)
 
-    def add_recovered(self, space: KeySpace, pages: RecoveredPages) -> int:
+    def add_recovered(
+        self, space: KeySpace, pages: RecoveredPages, is_void: Callable[[], bool] = lambda: False
+    ) -> int:
         """Enters pages that a former run left on disk; returns how many found room.
 
-        Of a page that is there twice the best copy counts, of equal ones the last.
+        Of a page that is there twice the best copy counts, of equal ones the last. One that was
+        stored since this server started stays as it is.
+
+        Args:
+            space: where they belong.
+            pages: on disk.
+            is_void: whether the disk is to lose them; asked with the lock held.
         """
         if pages.quality.any():
             self._table.has_inexact = True
             pages = pages.take(np.argsort(~pages.quality, kind="stable"))
         with self._table.lock:
+            if is_void():
+                return 0
+            is_new = self._index.lookup(pages.hashes, space.number) < 0
             rows, _ = self._index.insert(pages.hashes, space.number)
-            known = rows >= 0
+            known = is_new & (rows >= 0)
             rows = rows[known]
             self._table.place(rows, pages.take(known))
             self._index.quality[rows] = self._index.disk_quality[rows]

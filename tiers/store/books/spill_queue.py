@@ -24,6 +24,7 @@ from sglang_ext.tiers.store.books.page_states import (
 )
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.write_policy import WritePolicy
+from sglang_ext.tiers.store.openings import Opening, Openings
 from sglang_ext.tiers.store.types import (
     FILLING,
     GIVEN_UP,
@@ -54,6 +55,7 @@ class SpillQueue:
         ready: notified when there may be something to write; of the table's lock.
         entries: what is queued; guarded by the lock.
         num_spilling: pages taken from it and not finished; one writer at a time.
+        openings: namespaces that the disk is to open before it gets more; guarded by the lock.
     """
 
     def __init__(
@@ -74,11 +76,35 @@ class SpillQueue:
         # By slot, its generation when the page in it was spared a write; -1: it was not.
         self._spared = np.full(table.arena.num_slots, -1, np.int64)
         self._to_clear: set[bytes] = set()
+        self.openings = Openings()
 
     def take_clears(self) -> list[bytes]:
         """Takes the namespaces that the disk is to clear; ends with `end_clears`."""
         with self._table.lock:
             return sorted(self._to_clear)
+
+    def open(self, opening: Opening) -> None:
+        """The disk is to open a namespace before it gets more."""
+        with self._table.lock:
+            self.openings.add(opening)
+            self.ready.notify_all()
+
+    def take_opening(self) -> Opening | None:
+        """Takes a namespace that the disk is to open now; None where there is none."""
+        with self._table.lock:
+            return self.openings.take(self._table.now_s())
+
+    def num_openings(self) -> int:
+        """Namespaces that the disk has still to open."""
+        with self._table.lock:
+            return len(self.openings)
+
+    def end_opening(self, opening: Opening, *, ok: bool) -> None:
+        """It was tried; where that failed it is tried again later."""
+        with self._table.lock:
+            self.openings.end()
+            if not ok:
+                self.openings.add_failed(opening, self._table.now_s())
 
     def end_clears(self, digests: list[bytes]) -> None:
         """The disk was told to clear these: it may get pages again."""
@@ -90,10 +116,11 @@ class SpillQueue:
     def take(self, max_pages: int) -> SpillEntry | None:
         """Takes queued pages of one key space for the spiller, pinned; None when there are none.
 
-        None, too, while the disk has namespaces to clear: what it got now would go with them.
+        None, too, while the disk has namespaces to clear: what it got now would go with them; and
+        while there are some to open: it would not take what it got of them.
         """
         with self._table.lock:
-            if self._to_clear:
+            if self._to_clear or self.openings.is_due(self._table.now_s()):
                 return None
             while (queued := self._next(max_pages)) is not None:
                 entry = self._admitted(queued)
@@ -225,8 +252,14 @@ class SpillQueue:
 
     @property
     def has_work(self) -> bool:
-        """Whether there is something to write or to clear."""
-        return bool(self.entries or self._to_clear)
+        """Whether there is something to write, to clear or to open."""
+        if self.entries or self._to_clear:
+            return True
+        return self.openings.is_due(self._table.now_s())
+
+    def is_clearing(self, digest: bytes) -> bool:
+        """Whether the disk is to lose what it has of a namespace."""
+        return digest in self._to_clear
 
     def queue(self, space: KeySpace, rows: Rows, *, from_end: bool = False) -> None:
         """Queues those of some pages that are whole in DRAM, neither on disk nor on their way.

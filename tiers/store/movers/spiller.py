@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
@@ -14,8 +16,10 @@ from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.disk_coding import DiskRecord, KeepRaw, PageEncoder
 from sglang_ext.tiers.store.executor import Executor, Job, Work
+from sglang_ext.tiers.store.movers.namespaces import Namespaces
 from sglang_ext.tiers.store.movers.piece_size import PieceSize
 from sglang_ext.tiers.store.movers.transfer_meter import TransferMeter
+from sglang_ext.tiers.store.openings import Opening
 from sglang_ext.tiers.store.types import DiskCopies, SpillEntry
 from sglang_ext.tiers.transcoder import PageTranscoder
 
@@ -51,7 +55,9 @@ class Spiller(Work):
         keep_raw: KeepRaw | None = None,
         decoded: DecodedPages | None = None,
         meter: TransferMeter | None = None,
+        namespaces: Namespaces | None = None,
     ) -> None:
+        self._namespaces = namespaces
         self._table, self._spills = books.table, books.spills
         self._room, self._policy = books.room, books.writing
         self._disk = disk
@@ -87,12 +93,20 @@ class Spiller(Work):
             self._spills.queue_all()
         while self._table.now_s() < deadline_s:
             # Asked again when the queue was empty: the thread may have taken the last of it.
+            if not self._writing.acquire(timeout=max(0.0, deadline_s - self._table.now_s())):
+                break  # a write hangs
             job = self._take_batch()
             if job is not None:
                 job.run()
             elif not self._spills.queue_all():
                 break
         return self._spills.num_unwritten()
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nothing is written to the disk meanwhile, nor is anything else done to it."""
+        with self._writing:
+            yield
 
     def close(self) -> None:
         """Ends the work after the batch that is being written."""
@@ -101,6 +115,7 @@ class Spiller(Work):
             self._spills.ready.notify_all()
         self._executor.join(self)
         while self._spills.take_clears():  # forgotten pages must not come back with a restart
+            self._writing.acquire()
             job = self._take_batch()
             if job is not None:
                 job.run()
@@ -108,9 +123,10 @@ class Spiller(Work):
     def wait(self) -> bool:
         """See `Work.wait`; returns now and then with write-back, for pages to be cleaned."""
         with self._table.lock:
+            opening_s = self._spills.openings.wait_s(self._table.now_s())
             self._spills.ready.wait_for(
                 lambda: self._stop or self._spills.has_work or self._room.should_look,
-                _CLEANING_POLL_S if self._policy.back else None,
+                _CLEANING_POLL_S if self._policy.back else opening_s,
             )
             return not self._stop
 
@@ -118,18 +134,21 @@ class Spiller(Work):
         """See `Work.take`. Until it has run, no other batch can be taken."""
         if self._policy.back:
             self._room.queue_leaving(self._low_water_pages)
+        self._writing.acquire()
         return self._take_batch()
 
     def _batch_pages(self) -> int:
         return max(1, self._batch.num_bytes // self._table.arena.slot_bytes)
 
     def _take_batch(self) -> Job | None:
+        """What to do next; `_writing` is held, until it is done, or given back for None."""
         job = None
-        self._writing.acquire()
         try:
             digests = self._spills.take_clears()
             if digests:
                 job = Job(0, partial(self._run_clear, digests))
+            elif (opening := self._spills.take_opening()) is not None:
+                job = Job(0, partial(self._run_opening, opening))
             elif (entry := self._spills.take(self._batch_pages())) is not None:
                 num_bytes = len(entry.rows) * self._table.arena.slot_bytes
                 self._meter.queued(num_bytes)
@@ -150,6 +169,14 @@ class Spiller(Work):
             logger.exception("hier-kv: pages that were cleared could not all be deleted from disk")
         finally:
             self._spills.end_clears(digests)
+            self._writing.release()
+
+    def _run_opening(self, opening: Opening) -> None:
+        """Opens a namespace on the disk, after what was being written of others."""
+        try:
+            if self._namespaces is not None:
+                self._namespaces.try_to_open(opening)
+        finally:
             self._writing.release()
 
     def _run(self, entry: SpillEntry) -> None:

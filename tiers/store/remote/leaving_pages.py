@@ -58,7 +58,7 @@ class LeavingPages:
         send: uploads those of some pages that are in DRAM; called by the thread.
         disk: where a page may lie that has left DRAM; None without a disk tier.
         transcoder: decodes what lies there coded.
-        space_of: finds a key space by its number.
+        space_of: finds a key space by its number; None where nothing is stored of it.
         rules: what a page must be; None takes any record.
         share: pages that are not in it are left to others.
     """
@@ -70,7 +70,7 @@ class LeavingPages:
         send: Callable[[KeySpace, Hashes], None],
         disk: Tier | None,
         transcoder: PageTranscoder | None,
-        space_of: Callable[[int], KeySpace],
+        space_of: Callable[[int], KeySpace | None],
         rules: PageRules | None = None,
         share: PutShare = EVERY_PAGE,
     ) -> None:
@@ -141,7 +141,9 @@ class LeavingPages:
             return False
         number, hashes, slots = taken
         try:
-            self._send(self._space_of(number), hashes)
+            space = self._space_of(number)
+            if space is not None:
+                self._send(space, hashes)
         finally:
             # Also after a failure: pages that the store did not take are not offered again.
             self._book.end_sending(number, hashes, slots)
@@ -155,6 +157,9 @@ class LeavingPages:
         if evicted is None:
             return False
         space = self._space_of(evicted.number)
+        if space is None:  # nothing is stored of it any more
+            self._drop(len(evicted.hashes))
+            return True
         for first in range(0, len(evicted.hashes), _DISK_BATCH_PAGES):
             hashes = evicted.hashes[first : first + _DISK_BATCH_PAGES]
             num_settled = 0

@@ -1,0 +1,293 @@
+"""Namespaces come and go with the weights: what is kept of them stays bounded."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_ext.tiers.disk import DiskConfig, DiskTier
+from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.store.key_spaces import KEPT_NAMESPACES
+from tests.unit.store.store_rig import DIGEST, SLOT, Make, Rig, check_content, pages, rigs
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[Make]:
+    yield from rigs(tmp_path)
+
+
+def digest_of(number: int) -> bytes:
+    return hashlib.sha256(b"weights %d" % number).digest()
+
+
+def update(rig: Rig, number: int) -> None:
+    """Weights change as in a server: what was given out under those of before passes no more."""
+    rig.store.end_epoch()
+    rig.store.open_soon(digest_of(number), {})
+    rig.space = rig.store.space(digest_of(number))
+
+
+def opened(rig: Rig) -> None:
+    rig.until(lambda: not rig.store.stats()["openings_pending"])
+
+
+def num_segment_files_open() -> int:
+    found = 0
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            found += ".hkv" in os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+    return found
+
+
+def allocated_bytes(folder: Path) -> int:
+    return sum(each.stat().st_blocks * 512 for each in folder.rglob("*.hkv"))
+
+
+def test_three_hundred_updates_leave_no_more_than_one(make: Make, tmp_path: Path) -> None:
+    """Each with pages that reach the disk, which is short of room for those of all."""
+    segment_bytes, max_bytes = 1 << 20, 4 << 20
+    rig = make(slots=8, max_bytes=max_bytes, segment_bytes=segment_bytes, index=1024)
+    assert rig.disk is not None
+    catalog = rig.disk._catalog
+    most_open, most_allocated = 0, 0
+    for number in range(300):
+        update(rig, number)
+        mine = pages(f"of {number} ", 6)
+        rig.save(mine)
+        rig.settle()
+        assert rig.on_disk(mine) == 6
+        check_content(rig, mine)
+        most_open = max(most_open, len(rig.disk._writer.actives))
+        most_allocated = max(most_allocated, allocated_bytes(tmp_path / "disk"))
+    assert most_open <= 2
+    assert most_allocated <= max_bytes
+    # Each segment that is left may be of one namespace; those of before the last few have no more.
+    most = len(catalog.segments()) + KEPT_NAMESPACES + 1
+    assert most < 150
+    assert rig.store.num_spaces <= most
+    assert len(rig.store._spaces.all_and_opened()[1]) <= most
+    assert len(catalog.namespaces()) <= most
+    folders = [each for each in (tmp_path / "disk").iterdir() if each.is_dir()]
+    assert len(folders) <= most
+
+
+def test_updates_without_pages_leave_nothing(make: Make, tmp_path: Path) -> None:
+    rig = make()
+    for number in range(300):
+        update(rig, number)
+    opened(rig)
+    assert rig.store.num_spaces <= KEPT_NAMESPACES + 1
+    folders = [each for each in (tmp_path / "disk").iterdir() if each.is_dir()]
+    assert len(folders) <= KEPT_NAMESPACES + 1
+    mine = pages("last", 3)
+    rig.save(mine)
+    rig.settle()
+    assert rig.on_disk(mine) == 3
+
+
+def test_without_a_disk_key_spaces_are_bounded_too(make: Make) -> None:
+    rig = make(disk=False)
+    for number in range(300):
+        update(rig, number)
+        rig.save(pages(f"of {number} ", 3))
+        rig.settle()
+    assert rig.store.num_spaces <= rig.arena.num_slots + KEPT_NAMESPACES + 1
+
+
+def test_an_update_gives_back_what_the_segment_of_before_preallocated(
+    make: Make, tmp_path: Path
+) -> None:
+    rig = make(segment_bytes=8 << 20)
+    rig.save(pages("a", 3))
+    rig.settle()
+    assert allocated_bytes(tmp_path / "disk") > 7 << 20
+    assert num_segment_files_open() == 1
+    update(rig, 1)
+    opened(rig)
+    rig.until(lambda: allocated_bytes(tmp_path / "disk") < 1 << 20)
+    assert num_segment_files_open() == 0
+
+
+def test_weights_that_come_back_have_their_pages(make: Make) -> None:
+    rig = make(slots=64)
+    update(rig, 0)
+    first, mine = rig.space, pages("a", 4)
+    rig.save(mine)
+    rig.settle()
+    for number in range(1, 3 * KEPT_NAMESPACES):
+        update(rig, number)
+        opened(rig)
+    update(rig, 0)
+    assert rig.space.number == first.number, "something is stored of it"
+    check_content(rig, mine)
+    assert rig.on_disk(mine) == 4
+
+
+def test_weights_that_come_back_after_they_were_forgotten(make: Make, tmp_path: Path) -> None:
+    """Nothing was stored of them: they are opened again, and pages go to disk as before."""
+    rig = make(slots=64)
+    update(rig, 0)
+    first = rig.space
+    for number in range(1, 3 * KEPT_NAMESPACES):
+        update(rig, number)
+        opened(rig)
+    assert not (tmp_path / "disk" / digest_of(0).hex()[:16]).exists()
+    assert not rig.store.is_open(first.number)
+    update(rig, 0)
+    assert rig.space.number != first.number, "no number is given out twice"
+    mine = pages("a", 4)
+    rig.save(mine)
+    rig.settle()
+    assert rig.on_disk(mine) == 4
+    check_content(rig, mine)
+
+
+def test_a_start_removes_folders_in_which_nothing_lies(tmp_path: Path) -> None:
+    config = DiskConfig(tmp_path, 64 << 20, 0, segment_bytes=256 << 10, direct_io="off")
+    with DiskTier(config) as tier:
+        for number in range(5):
+            tier.open_namespace(digest_of(number), SLOT, {})
+    other = tmp_path / digest_of(0).hex()[:16] / "notes.txt"
+    other.write_text("not ours")
+    DiskTier(config).close()
+    assert [each.name for each in tmp_path.iterdir() if each.is_dir()] == [other.parent.name]
+    assert other.read_text() == "not ours"
+
+
+def test_a_namespace_that_opens_late_finds_what_a_former_run_left(make: Make) -> None:
+    """Pages that were stored since are those of now; the others come from the disk."""
+    first = make(slots=64)
+    update(first, 1)
+    mine = pages("a", 8)
+    first.save(mine)
+    first.settle()
+    first.store.close(30)
+
+    rig = make(slots=64)
+    rig.io.open_gate.clear()
+    rig.save(pages("of before", 2))
+    rig.until(lambda: rig.books.spills.num_spilling > 0)  # a write hangs
+    update(rig, 1)
+    assert rig.store.locate_prefix(rig.space, mine).here == 0
+    rig.save(mine[:3])
+    assert rig.ready(mine) == 3
+    rig.io.open_gate.set()
+    opened(rig)
+    rig.settle()
+    assert rig.on_disk(mine) == 8
+    plan = rig.store.plan(rig.space, mine)
+    assert plan is not None
+    rig.wait(plan)
+    check_content(rig, mine)
+    rig.store.cancel_plan(plan)
+    rig.store.check()
+
+
+def test_a_clear_before_a_namespace_is_open_leaves_nothing_of_it(make: Make) -> None:
+    first = make(slots=64)
+    update(first, 1)
+    mine = pages("a", 8)
+    first.save(mine)
+    first.settle()
+    first.store.close(30)
+
+    rig = make(slots=64)
+    rig.io.open_gate.clear()
+    rig.save(pages("of before", 2))
+    rig.until(lambda: rig.books.spills.num_spilling > 0)
+    update(rig, 1)
+    rig.store.clear()
+    rig.space = rig.store.space(digest_of(1))
+    rig.io.open_gate.set()
+    rig.until(lambda: not rig.store.stats()["clears_pending"])
+    opened(rig)
+    rig.settle()
+    assert rig.store.locate_prefix(rig.space, mine).here == 0
+    rig.save(mine)
+    rig.settle()
+    assert rig.on_disk(mine) == 8
+    check_content(rig, mine)
+
+
+def test_a_clear_while_a_namespace_is_being_opened_leaves_nothing_of_it(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = make(slots=64)
+    update(first, 1)
+    mine = pages("a", 8)
+    first.save(mine)
+    first.settle()
+    first.store.close(30)
+
+    rig = make(slots=64)
+    assert rig.disk is not None
+    open_namespace, entered = rig.disk.open_namespace, threading.Event()
+    may_go_on = threading.Event()
+
+    def slowly(*args: Any, enter: Any, **kwargs: Any) -> Any:
+        def wait(found: Any) -> None:
+            entered.set()
+            assert may_go_on.wait(300)
+            enter(found)
+
+        return open_namespace(*args, enter=wait, **kwargs)
+
+    monkeypatch.setattr(rig.disk, "open_namespace", slowly)
+    update(rig, 1)
+    assert entered.wait(300)
+    rig.store.clear()
+    rig.space = rig.store.space(digest_of(1))
+    may_go_on.set()
+    opened(rig)
+    assert rig.store.locate_prefix(rig.space, mine).here == 0
+    rig.until(lambda: not rig.store.stats()["clears_pending"])
+    rig.settle()
+    assert rig.store.locate_prefix(rig.space, mine).here == 0
+
+
+def test_an_index_says_which_namespaces_have_rows() -> None:
+    index = PageIndex(64)
+    assert index.namespaces_in_use() == []
+    for number in (7, 3, 40_000):
+        index.insert(pages(f"{number}", 2), number)
+    assert index.namespaces_in_use() == [3, 7, 40_000]
+    index.remove(index.lookup(pages("7", 2), 7))
+    assert index.namespaces_in_use() == [3, 40_000]
+
+
+def test_a_namespace_that_ended_comes_back_empty(tmp_path: Path) -> None:
+    """Its records were nobody's: a clear would not have reached them any more."""
+    rig = Rig(tmp_path)
+    mine = pages("a", 3)
+    rig.save(mine)
+    rig.settle()
+    assert rig.disk is not None
+    rig.disk.end_namespace(DIGEST)
+    assert not (tmp_path / "disk" / DIGEST.hex()[:16]).exists()
+    assert rig.on_disk(mine) == 0
+    assert not len(rig.disk.open_namespace(DIGEST, SLOT, {}))
+    rig.store.close(5)
+
+
+def test_namespaces_that_a_failing_disk_could_not_open_are_all_opened_in_the_end(
+    make: Make,
+) -> None:
+    rig = make()
+    rig.io.fail_writes = True
+    for number in range(2 * KEPT_NAMESPACES):
+        update(rig, number)
+    rig.until(lambda: rig.count("namespace_open_failures") >= 2 * KEPT_NAMESPACES)
+    rig.io.fail_writes = False
+    opened(rig)
+    mine = pages("a", 3)
+    rig.save(mine)
+    rig.settle()
+    assert rig.on_disk(mine) == 3

@@ -1,0 +1,82 @@
+"""Namespaces that the disk has still to open, and when it is tried."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from sglang_ext.tiers.store.types import Epoch
+
+FIRST_RETRY_S, MOST_RETRY_S = 1.0, 60.0
+"""How long after a failure it is tried again: twice as long each time, up to a bound."""
+
+
+class Opening(NamedTuple):
+    """A namespace that the disk has still to open.
+
+    Attributes:
+        digest: 32 bytes.
+        label: what it is, for people.
+        due_s: when to try.
+        epoch: in which it was asked for.
+        retry_s: how long to wait behind a failure.
+    """
+
+    digest: bytes
+    label: dict[str, Any]
+    due_s: float
+    epoch: Epoch
+    retry_s: float = FIRST_RETRY_S
+
+
+class Openings:
+    """What waits to be opened. The caller holds the page table's lock.
+
+    The thread that writes to the disk opens namespaces, in order with what else it writes. So
+    nobody who has to go on waits for the disk. Until it was tried nothing is written; what is to be
+    written while it failed is refused by the disk, and leaves DRAM when there is no room.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: dict[bytes, Opening] = {}
+        self._taken: bytes | None = None
+
+    def __len__(self) -> int:
+        """How many wait, or are being opened."""
+        return len(self.digests())
+
+    def digests(self) -> set[bytes]:
+        """Of all of them."""
+        taken = set() if self._taken is None else {self._taken}
+        return taken | self._waiting.keys()
+
+    def add(self, opening: Opening) -> None:
+        """It is to be opened; as one that is known already, anew."""
+        self._waiting[opening.digest] = opening
+
+    def add_failed(self, opening: Opening, now_s: float) -> None:
+        """It could not be opened, and is tried again later, unless somebody asked meanwhile."""
+        retry_s = min(2 * opening.retry_s, MOST_RETRY_S)
+        again = opening._replace(due_s=now_s + opening.retry_s, retry_s=retry_s)
+        self._waiting.setdefault(opening.digest, again)
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether there is one to try now."""
+        return any(each.due_s <= now_s for each in self._waiting.values())
+
+    def wait_s(self, now_s: float) -> float | None:
+        """How long until there is one to try; None where none waits."""
+        if not self._waiting:
+            return None
+        return max(0.0, min(each.due_s for each in self._waiting.values()) - now_s)
+
+    def take(self, now_s: float) -> Opening | None:
+        """Takes the one that is due for longest; None where none is. One at a time."""
+        first = min(self._waiting.values(), key=lambda each: each.due_s, default=None)
+        if first is None or first.due_s > now_s:
+            return None
+        self._taken = first.digest
+        return self._waiting.pop(first.digest)
+
+    def end(self) -> None:
+        """The one that was taken was tried."""
+        self._taken = None
