@@ -31,8 +31,8 @@ class PluginThread(NamedTuple):
 SCHEDULER: Final = (
     "each layer of a load: on a CPU until it is copied, with CUDA until `hier-kv-load` has queued "
     "its copy; with several ranks, the collective of a step. Between requests: saves under way "
-    "before weights change, or where rows or states that wait to be saved leave no room for others; "
-    "the folder's list at start; until a deadline, a flush at shutdown"
+    "before weights change, or where rows or states that wait to be saved leave no room for "
+    "others; the folder's list at start; until a deadline, a flush at shutdown"
 )
 """What SGLang's own scheduler thread may wait for in `seam/`."""
 

@@ -29,7 +29,9 @@ def place_near(arena: HostArena, gpu: Any) -> None:
     """
     if arena.is_borrowed:
         return
-    places = [getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device")]
+    places: list[Any] = [
+        getattr(gpu, f"pci_{name}_id", None) for name in ("domain", "bus", "device")
+    ]
     if None in places:  # of a torch that does not say; copies are right wherever DRAM lies
         logger.info("hier-kv: torch does not say where the GPU is: DRAM lies on any NUMA node")
         return
