@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -135,7 +136,7 @@ class HostArena:
         self._require_open()
         return self._address
 
-    def prefault(self, stop: threading.Event) -> int:
+    def prefault(self, stop: threading.Event, *, pause_s: float = 0.0) -> int:
         """Commit the memory piece by piece, lowest slots first, so that saves need not wait for it.
 
         Run it in a thread of the caller's: it works beside every other call, mostly without the
@@ -143,6 +144,7 @@ class HostArena:
 
         Args:
             stop: Ends it after the present piece (16 MiB).
+            pause_s: Sleep between pieces, in seconds, to leave the memory bus to others.
 
         Borrowed memory is left to its owner.
 
@@ -162,6 +164,8 @@ class HostArena:
             if not populate(self._address + start, end - start):
                 self._touch_free(start, end)
             done = end
+            if pause_s > 0:
+                time.sleep(pause_s)
         return done
 
     def _touch_free(self, start: int, end: int) -> None:

@@ -49,6 +49,7 @@ SGLANG_MODULES = {
     "seam/kv_events",
     "seam/linker",
     "seam/media/page_digests",
+    "seam/media/requests",
     "seam/model_kind",
     "seam/page_hash",
     "seam/radix_tree",

@@ -145,13 +145,18 @@ class DiskTier(Tier, OwnerCallbacks):
                 self._catalog.add_namespace(namespace)
             namespace.slot_bytes, namespace.num_slots = slot_bytes, num_slots
             namespace.packed = packed
-            parts = [
-                self._recover(namespace, segment_id, path)
-                for segment_id, path in segment_files(folder)
-            ]
-            pages = RecoveredPages.concatenate(parts)
-            if enter is not None:
-                enter(pages)
+            try:
+                parts = [
+                    self._recover(namespace, segment_id, path)
+                    for segment_id, path in segment_files(folder)
+                ]
+                pages = RecoveredPages.concatenate(parts)
+                if enter is not None:
+                    enter(pages)
+            except BaseException:
+                # Nobody knows what is live in its segments: it takes nothing until it is open.
+                namespace.slot_bytes = 0
+                raise
         self._context.counters.add("records_recovered", len(pages))
         return pages
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -28,16 +29,16 @@ class Ending:
     def __init__(self, counters: StoreCounters, timeout_s: float) -> None:
         self._counters = counters
         self._end_s = time.monotonic() + timeout_s
+        self._errors: list[BaseException] = []
 
-    def run(self, what: str, work: Callable[[], object]) -> bool:
-        """Does a part of the work; returns whether it ended in time.
+    def run(self, what: str, work: Callable[[], object], most_s: float = math.inf) -> bool:
+        """Does a part of the work; returns whether it ended in time, and well.
 
         Args:
             what: it waits for, for the log.
-            work: the part. May go on after this returned.
-
-        Raises:
-            BaseException: what the work raised.
+            work: the part. May go on after this returned. What it raises is logged, and the next
+                part is done all the same.
+            most_s: for this part, of the time for all.
         """
         errors: list[BaseException] = []
 
@@ -45,15 +46,20 @@ class Ending:
             try:
                 work()
             except BaseException as error:
+                logger.exception("hier-kv: an error while the server ends: %s", what)
                 errors.append(error)
 
         thread = threading.Thread(target=do, name="hier-kv-close", daemon=True)
         thread.start()
-        thread.join(max(_LEAST_S, self._end_s - time.monotonic()))
+        thread.join(min(most_s, max(_LEAST_S, self._end_s - time.monotonic())))
         if thread.is_alive():
             self._counters.add("shutdown_left_behind")
             logger.warning("hier-kv: the server ends without waiting any longer for %s", what)
             return False
-        if errors:
-            raise errors[0]
-        return True
+        self._errors += errors
+        return not errors
+
+    def raise_first(self) -> None:
+        """All parts were tried: raises what the first one raised that failed, if one did."""
+        if self._errors:
+            raise self._errors[0]

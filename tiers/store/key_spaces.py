@@ -27,14 +27,15 @@ class KeySpaces:
         self._by_name: dict[tuple[bytes, bytes], KeySpace] = {}
         self._opened: dict[bytes, None] = {}  # the last asked for comes last
 
-    def get(self, digest: bytes, lora: bytes, gate: Gate) -> KeySpace:
-        """The key space of a namespace and an adapter, in a gate's epoch of now."""
+    def get(self, digest: bytes, lora: bytes, gate: Gate, epoch: Epoch | None = None) -> KeySpace:
+        """The key space of a namespace and an adapter, in an epoch: by default a gate's of now."""
         with self._lock:
+            epoch = gate.epoch if epoch is None else epoch
             space = self._by_name.get((digest, lora))
             if space is None:
-                space = self._add(digest, lora, gate.epoch)
+                space = self._add(digest, lora, epoch)
             elif not gate.is_open(space):
-                space = space._replace(epoch=gate.epoch)
+                space = space._replace(epoch=epoch)
                 self._by_number[space.number] = self._by_name[digest, lora] = space
             return space
 

@@ -39,6 +39,7 @@ class Openings:
     def __init__(self) -> None:
         self._waiting: dict[bytes, Opening] = {}
         self._taken: bytes | None = None
+        self._latest = b""  # digest of the one that was asked for last
 
     def __len__(self) -> int:
         """How many wait, or are being opened."""
@@ -52,6 +53,7 @@ class Openings:
     def add(self, opening: Opening) -> None:
         """It is to be opened; as one that is known already, anew."""
         self._waiting[opening.digest] = opening
+        self._latest = opening.digest
 
     def add_failed(self, opening: Opening, now_s: float) -> None:
         """It could not be opened, and is tried again later, unless somebody asked meanwhile."""
@@ -70,10 +72,14 @@ class Openings:
         return max(0.0, min(each.due_s for each in self._waiting.values()) - now_s)
 
     def take(self, now_s: float) -> Opening | None:
-        """Takes the one that is due for longest; None where none is. One at a time."""
-        first = min(self._waiting.values(), key=lambda each: each.due_s, default=None)
-        if first is None or first.due_s > now_s:
+        """Takes one that is due; None where none is. One at a time.
+
+        That of the live weights goes first, then the one that is due for longest.
+        """
+        due = [each for each in self._waiting.values() if each.due_s <= now_s]
+        if not due:
             return None
+        first = min(due, key=lambda each: (each.digest != self._latest, each.due_s))
         self._taken = first.digest
         return self._waiting.pop(first.digest)
 

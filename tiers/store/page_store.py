@@ -589,7 +589,8 @@ class PageStore:
         if self._transcoder is not None:
             self._transcoder.close()
         if self._promoter is not None:
-            ending.run("reads from the disk", self._promoter.close)
+            # What a read brings is worth nothing now: one that hangs leaves time for the flush.
+            ending.run("reads from the disk", self._promoter.close, timeout_s / 4)
         self._books.disk.begin_closing()
         if self._spiller is not None:
             # What would be gone with the process is not worth the time.
@@ -606,6 +607,7 @@ class PageStore:
             ending.run("the remote store", self._remote.close)
         self.events.note("closed", counters=self.counters.snapshot())
         ending.run("the event log", self.events.close)
+        ending.raise_first()
 
     def stats(self) -> dict[str, int]:
         """Counters, and how full DRAM is, in pages."""

@@ -181,7 +181,7 @@ FROM_START = (
         f"{what}_failures"
         for what in (
             "save", "load", "spill", "promotion", "clear", "profile", "encode", "adapter_digest",
-            "weight_digest", "namespace_open",
+            "weight_digest", "namespace_open", "worker",
             "device_replace", "quote_search", "remote", "miss_report",
         )
     ),

@@ -77,6 +77,21 @@ def overwrite(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
+def test_a_namespace_that_could_not_be_opened_takes_nothing(open_tier: OpenTier) -> None:
+    """What is live in its segments is not known: what was written would take its place."""
+    write_and_leave(open_tier, range(4), sealed=True)
+    tier = open_tier()
+
+    def enter(pages: RecoveredPages) -> None:
+        raise OSError(24, "too many open files")
+
+    with pytest.raises(OSError, match="too many"):
+        tier.open_namespace(NAMESPACE, SLOT_BYTES, {}, enter=enter)
+    assert tier.write(NAMESPACE, [make_slot(9)]) == [None]
+    assert len(tier.open_namespace(NAMESPACE, SLOT_BYTES, {})) == 4
+    assert tier.write(NAMESPACE, [make_slot(9)]) != [None]
+
+
 def test_an_unsealed_segment_is_recovered_and_sealed(open_tier: OpenTier) -> None:
     locations, (path,) = write_and_leave(open_tier, range(20), sealed=False)
     before = path.stat().st_size

@@ -47,7 +47,8 @@ SEAM = ROOT / "sglang_ext" / "seam"
 OURS = ("sglang_ext", "tiers", "kernels")
 OTHERS = (
     asyncio, concurrent.futures, contextlib, functools, hashlib, http.HTTPStatus, inspect,
-    inspect.Parameter, logging, logging.Logger, np, np.ndarray, npt, os, pathlib.Path, pkgutil,
+    inspect.Parameter, logging, logging.Logger, np, np.ndarray, np.ufunc, npt, os, pathlib.Path,
+    pkgutil,
     pydantic.BaseModel, starlette.applications.Starlette, starlette.requests.Request, threading,
     time, torch, torch.Tensor, torch.cuda, torch.nn, torch.nn.Module, traceback, OrderedDict,
     asyncio.AbstractEventLoop, str, bytes, dict, Exception,

@@ -115,8 +115,8 @@ class Namespaces:
             return self._books.spills.is_clearing(digest)
 
         def space_of(lora: bytes) -> KeySpace:
-            if self._gate.lasts(epoch):
-                return self._spaces.get(digest, lora, self._gate)
+            if self._gate.lasts(epoch):  # which may end now: its pages pass no gate then
+                return self._spaces.get(digest, lora, self._gate, epoch)
             return self._spaces.known(digest, lora)
 
         return sum(

@@ -125,9 +125,31 @@ def test_parts_share_one_deadline_and_hang_one_by_one(caplog: pytest.LogCaptureF
     assert "the third" not in caplog.text
 
 
-def test_what_a_part_raises_is_raised() -> None:
+def test_what_a_part_raises_is_raised_behind_all_parts() -> None:
     def fails() -> None:
         raise ValueError("no such thing")
 
+    ending, ended = Ending(StoreCounters(), PATIENCE_S), threading.Event()
+    assert not ending.run("it", fails)
+    assert ending.run("the next", ended.set)
+    assert ended.is_set()
     with pytest.raises(ValueError, match="no such thing"):
-        Ending(StoreCounters(), PATIENCE_S).run("it", fails)
+        ending.raise_first()
+
+
+def test_a_read_that_hangs_leaves_time_for_the_flush(make: Make, tmp_path: Path) -> None:
+    """One slow sector, and writes that work."""
+    rig = make(policy="write_back", slots=16)
+    kept = pages("kept", 4)
+    rig.save(kept)
+    hangs = threading.Event()
+    promoter = rig.store._promoter
+    assert promoter is not None
+    promoter.close = hangs.wait  # type: ignore[assignment, method-assign]
+    rig.store.close(20.0)
+    hangs.set()
+    assert rig.count("shutdown_left_behind") == 1
+    assert rig.count("shutdown_lost_pages") == 0
+    again = Rig(tmp_path, slots=16)
+    assert again.found == 4
+    again.store.close(5)
