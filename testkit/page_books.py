@@ -13,10 +13,11 @@ from sglang_ext.tiers.base import Location, RecoveredPages, Tier
 class PageBooks:
     """Where pages lie. Attributes: `pages`, by location: hash and blocks."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, on_gone: Callable[[Location], None] | None = None) -> None:
         self.pages: dict[Location, tuple[bytes, int]] = {}
         self._thinned: set[int] = set()
         self._rng = np.random.default_rng(seed)
+        self._on_gone = on_gone or (lambda location: None)
         self.keep: Callable[[bytes], bool] = lambda page_hash: False
 
     def connect(self, tier: Tier) -> None:
@@ -76,5 +77,6 @@ class PageBooks:
 
     def _forget(self, places: Sequence[Location]) -> None:
         for place in places:
+            self._on_gone(place)
             del self.pages[place]
             self._thinned.add(place.segment)

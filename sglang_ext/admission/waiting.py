@@ -67,7 +67,7 @@ class Prefetch:
 
 
 class Progress(NamedTuple):
-    """How far a request's plan has come.
+    """How far a request's plan has come. Ranks compare it whole, with what they saw before.
 
     Attributes:
         first_page: index of the first page that it covers.

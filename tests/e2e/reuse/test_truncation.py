@@ -240,8 +240,11 @@ def test_half_a_character_in_a_key_is_refused_and_hurts_nobody(server: Server, n
 
 def test_a_prompt_of_very_many_contexts_is_refused_before_anything_is_done(server: Server) -> None:
     with pytest.raises(ServerError, match="may have 4096 tokens on this server") as refused:
-        ask(server, [5] * 4097)
+        server.generate(text="a " * 30_000, sampling_params={"max_new_tokens": 1})
     assert refused.value.status == 400
+    with pytest.raises(ServerError, match="may have 4096 of them on this server") as refused:
+        ask(server, [5] * 4097)
+    assert refused.value.status == 413
     with pytest.raises(ServerError, match="may have 65536 characters on this server") as refused:
         server.generate(text="a " * 40_000, sampling_params={"max_new_tokens": 1})
     assert refused.value.status == 400

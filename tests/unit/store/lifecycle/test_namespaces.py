@@ -37,13 +37,14 @@ def opened(rig: Rig) -> None:
     rig.until(lambda: not rig.store.stats()["openings_pending"])
 
 
-def num_segment_files_open() -> int:
+def num_segment_files_open(folder: Path) -> int:
     found = 0
     for name in os.listdir("/proc/self/fd"):
         try:
-            found += ".hkv" in os.readlink(f"/proc/self/fd/{name}")
+            path = os.readlink(f"/proc/self/fd/{name}")
         except OSError:
             continue
+        found += ".hkv" in path and path.startswith(f"{folder}/")
     return found
 
 
@@ -109,11 +110,11 @@ def test_an_update_gives_back_what_the_segment_of_before_preallocated(
     rig.save(pages("a", 3))
     rig.settle()
     assert allocated_bytes(tmp_path / "disk") > 7 << 20
-    assert num_segment_files_open() == 1
+    assert num_segment_files_open(tmp_path) == 1
     update(rig, 1)
     opened(rig)
     rig.until(lambda: allocated_bytes(tmp_path / "disk") < 1 << 20)
-    assert num_segment_files_open() == 0
+    assert num_segment_files_open(tmp_path) == 0
 
 
 def test_weights_that_come_back_have_their_pages(make: Make) -> None:
