@@ -290,9 +290,13 @@ def test_a_tenant_keeps_its_share_of_a_store_too(server: Server) -> None:
     computed = server.generate(
         input_ids=mine, cache_salt="guarded", sampling_params=params, return_logprob=True
     )
+    deadline = time.monotonic() + 300
     before = settled(server)["host"]
+    while before["quota_tenant_1_remote_bytes"] < CHAT_PAGES * SLOT_BYTES:  # put, and told of
+        assert time.monotonic() < deadline
+        before = settled(server)["host"]
     by_right = 0.4 * 0.9 * STORE_PAGES * SLOT_BYTES  # of what stays after a look
-    assert CHAT_PAGES * SLOT_BYTES <= before["quota_tenant_1_remote_bytes"] < by_right
+    assert before["quota_tenant_1_remote_bytes"] < by_right
     for path in (server.log_path.parent / "shared").rglob("*.hkv"):
         an_hour_ago_ns = path.stat().st_mtime_ns - 3600 * 10**9
         os.utime(path, ns=(an_hour_ago_ns, an_hour_ago_ns))
