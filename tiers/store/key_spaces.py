@@ -109,7 +109,8 @@ class KeySpaces:
             gone = [digest for digest in before if digest not in used and digest not in but]
             for digest in gone:
                 del self._opened[digest]
-            names = [name for name in self._by_name if name[0] in set(gone)]
+            ended = set(gone)
+            names = [name for name in self._by_name if name[0] in ended]
             for name in names:
                 del self._by_number[self._by_name.pop(name).number]
             return gone

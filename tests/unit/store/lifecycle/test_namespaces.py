@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
@@ -35,6 +36,26 @@ def update(rig: Rig, number: int) -> None:
 
 def opened(rig: Rig) -> None:
     rig.until(lambda: not rig.store.stats()["openings_pending"])
+
+
+def left_by_a_former_run(make: Make) -> np.ndarray:
+    """Eight pages of the first update's weights that are on disk; their hashes."""
+    rig = make(slots=64)
+    update(rig, 1)
+    mine = pages("a", 8)
+    rig.save(mine)
+    rig.settle()
+    rig.store.close(30)
+    return mine
+
+
+def with_a_write_that_hangs(make: Make) -> Rig:
+    """Until `io.open_gate` is set: nothing else is done to the disk meanwhile."""
+    rig = make(slots=64)
+    rig.io.open_gate.clear()
+    rig.save(pages("of before", 2))
+    rig.until(lambda: rig.books.spills.num_spilling > 0)
+    return rig
 
 
 def num_segment_files_open(folder: Path) -> int:
@@ -165,17 +186,8 @@ def test_a_start_removes_folders_in_which_nothing_lies(tmp_path: Path) -> None:
 
 def test_a_namespace_that_opens_late_finds_what_a_former_run_left(make: Make) -> None:
     """Pages that were stored since are those of now; the others come from the disk."""
-    first = make(slots=64)
-    update(first, 1)
-    mine = pages("a", 8)
-    first.save(mine)
-    first.settle()
-    first.store.close(30)
-
-    rig = make(slots=64)
-    rig.io.open_gate.clear()
-    rig.save(pages("of before", 2))
-    rig.until(lambda: rig.books.spills.num_spilling > 0)  # a write hangs
+    mine = left_by_a_former_run(make)
+    rig = with_a_write_that_hangs(make)
     update(rig, 1)
     assert rig.store.locate_prefix(rig.space, mine).here == 0
     rig.save(mine[:3])
@@ -193,17 +205,8 @@ def test_a_namespace_that_opens_late_finds_what_a_former_run_left(make: Make) ->
 
 
 def test_a_clear_before_a_namespace_is_open_leaves_nothing_of_it(make: Make) -> None:
-    first = make(slots=64)
-    update(first, 1)
-    mine = pages("a", 8)
-    first.save(mine)
-    first.settle()
-    first.store.close(30)
-
-    rig = make(slots=64)
-    rig.io.open_gate.clear()
-    rig.save(pages("of before", 2))
-    rig.until(lambda: rig.books.spills.num_spilling > 0)
+    mine = left_by_a_former_run(make)
+    rig = with_a_write_that_hangs(make)
     update(rig, 1)
     rig.store.clear()
     rig.space = rig.store.space(digest_of(1))
@@ -221,13 +224,7 @@ def test_a_clear_before_a_namespace_is_open_leaves_nothing_of_it(make: Make) -> 
 def test_a_clear_while_a_namespace_is_being_opened_leaves_nothing_of_it(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    first = make(slots=64)
-    update(first, 1)
-    mine = pages("a", 8)
-    first.save(mine)
-    first.settle()
-    first.store.close(30)
-
+    mine = left_by_a_former_run(make)
     rig = make(slots=64)
     assert rig.disk is not None
     open_namespace, entered = rig.disk.open_namespace, threading.Event()
