@@ -38,7 +38,12 @@ from sglang_ext.settings.speculation import (
     outside_speculation,
 )
 from sglang_ext.settings.stages import STAGED_HYBRIDS, WITHOUT_STAGES, outside_stages
-from sglang_ext.settings.untried import has_attention_dp, of_match
+from sglang_ext.settings.untried import (
+    NEWEST_RELEASE,
+    has_attention_dp,
+    of_match,
+    older_release,
+)
 from sglang_ext.settings.values import is_set
 
 DEFAULT_PAGE_SIZE = 64
@@ -64,6 +69,12 @@ _WINDOW_ADVICE = (
 _HEAD_BY_HEAD = "SGLANG_USE_HND_KVCACHE"
 _LATENT_KINDS = ("mla", INDEXED, STATE_KINDS[1])
 _WINDOW_KINDS = ("swa", "swa of two shapes")
+# What they have that is not served with the release before.
+_NEW_KINDS = {
+    **dict.fromkeys(_WINDOW_KINDS, "sliding-window layers"),
+    **dict.fromkeys(STATE_KINDS, "layers that have a state"),
+    INDEXED: "rows of an index",
+}
 _STATE_ADVICE = f"change it, or {WITHOUT}"
 _FROM_LEFT_TO_RIGHT = "decoder"
 
@@ -132,6 +143,10 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     _check_disaggregation(resolved.values.get, config, resolved.model_kind, resolved.release)
     _check_gateway(resolved.values.get, config, resolved.release)
     check_kind(resolved.model_kind)  # first: what SGLang chose for such a model is no flag's fault
+    if resolved.model_kind in _NEW_KINDS and older_release(resolved.release):
+        _refuse(
+            f"{NEWEST_RELEASE} with {_NEW_KINDS[resolved.model_kind]}", resolved.release, WITHOUT
+        )
     _check_values(resolved.values.get, resolved.given.get, config)
     unknown = unknown_arguments(resolved.defaults.items(), resolved.given.get)
     if unknown and not _untested_is_allowed():
@@ -374,20 +389,14 @@ def check_model(ctx: Any) -> None:
     params = ctx.params
     allocator = params.token_to_kv_pool_allocator
     gates = getattr(params, "swa_gates_prefix_match", None)
-    if ctx.is_hybrid_ssm and gates is None:
-        _refuse("SGLang 0.5.23 with layers that have a state", "an older one", WITHOUT)
-    if ctx.is_dsa and gates is None:
-        _refuse("SGLang 0.5.23 with rows of an index", "an older one", WITHOUT)
+    mode = ctx.server_args.disaggregation_mode
+    is_new = ctx.is_hybrid_swa or ctx.is_hybrid_ssm or ctx.is_dsa or is_disaggregated(mode)
+    if is_new and gates is None:  # an older one, whatever it is called
+        _refuse(NEWEST_RELEASE, "one without CacheInitParams.swa_gates_prefix_match", WITHOUT)
     if ctx.is_hybrid_swa:
-        if gates is None:
-            release = "SGLang 0.5.23 with sliding-window layers"
-            _refuse(release, "an older one", WITHOUT)
         if not gates:
             _refuse("a tree that keeps windows", "a model that recomputes them", WITHOUT)
         _check_chunks(ctx.model_config.attention_chunk_size, params.sliding_window_size)
-    mode = ctx.server_args.disaggregation_mode
-    if is_disaggregated(mode) and gates is None:
-        _refuse(f"SGLang 0.5.23 with --disaggregation-mode {mode}", "an older one", WITHOUT)
     pools = _REQUEST_POOL, _DECODE_REQUEST_POOL
     if ctx.is_hybrid_ssm:
         pools = _STATE_REQUEST_POOL, _STATE_DECODE_REQUEST_POOL

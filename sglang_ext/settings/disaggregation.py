@@ -15,7 +15,13 @@ from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.lossless import any_codec, lossy_codec
 from sglang_ext.settings.model_kinds import STATE_KINDS
-from sglang_ext.settings.untried import adapters_and_sessions, on, outside
+from sglang_ext.settings.untried import (
+    NEWEST_RELEASE,
+    adapters_and_sessions,
+    older_release,
+    on,
+    outside,
+)
 from sglang_ext.settings.values import NO, YES
 
 PREFILL, DECODE = "prefill", "decode"
@@ -29,7 +35,6 @@ _KINDS = ("mha", "mla", "indexed", "swa", *STATE_KINDS)
 # Drafts whose rows SGLang sends with the target's. Others it does not take for a decode server that
 # keeps a tree; NEXTN is its other name of EAGLE.
 _DRAFTS = ("EAGLE", "EAGLE3", "NEXTN")
-_RELEASE, _OLDER = "SGLang 0.5.23", "0.5.22"
 
 
 def is_disaggregated(mode: str | None) -> bool:
@@ -54,7 +59,7 @@ def outside_disaggregation(
     backend = read("disaggregation_transfer_backend") or _TRANSFERS[0]
     algorithm = read("speculative_algorithm")
     found = [
-        (_RELEASE, release if release.startswith(_OLDER) else ""),
+        (NEWEST_RELEASE, older_release(release)),
         ("--dp-size 1", read("dp_size") or 1),
         ("no --attn-dp-size", "it" if (read("attn_dp_size") or 1) > 1 else ""),
         ("no --enable-dp-attention", on(read("enable_dp_attention"))),

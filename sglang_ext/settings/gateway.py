@@ -11,10 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.settings.untried import adapters_and_sessions, on, outside
+from sglang_ext.settings.untried import (
+    NEWEST_RELEASE,
+    adapters_and_sessions,
+    older_release,
+    on,
+    outside,
+)
 
 WITHOUT_GATEWAY = "change it or leave --smg-grpc-mode out"
-_RELEASE, _OLDER = "SGLang 0.5.23", "0.5.22"
 
 
 def outside_gateway(
@@ -30,7 +35,7 @@ def outside_gateway(
     if not (read("smg_grpc_mode") or read("grpc_mode")):
         return
     rows = (
-        (_RELEASE, release if release.startswith(_OLDER) else ""),
+        (NEWEST_RELEASE, older_release(release)),
         ("--dp-size 1", read("dp_size") or 1),
         ("--attn-dp-size 1", read("attn_dp_size") or 1),
         ("--pp-size 1", read("pp_size") or 1),

@@ -8,6 +8,18 @@ from typing import Any
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import may_move
 
+NEWEST_RELEASE = "SGLang 0.5.23"
+_OLDER_RELEASE = "0.5.22"
+
+
+def older_release(release: str) -> str:
+    """The release where it is the one before the newest tested one, with which less was run; or "".
+
+    Args:
+        release: of SGLang; empty where it is not known.
+    """
+    return release if release.startswith(_OLDER_RELEASE) else ""
+
 
 def on(value: Any) -> str:
     """The words for a switch that came on and should be off; "" where it is off."""

@@ -179,7 +179,7 @@ def _check_model(model_path: str, config: HierKVConfig) -> Check:
         text = f"--model-path must be a model that SGLang knows, got {model_path}: {reason}"
         return Check("model", "refused", text)
     try:
-        check_resolved(Resolved({}, {}, {}, name), config)
+        check_resolved(Resolved({}, {}, {}, name, _release()), config)
     except HierKVConfigError as error:
         return Check("model", "refused", str(error))
     kind = MODEL_KINDS[name]
@@ -188,6 +188,14 @@ def _check_model(model_path: str, config: HierKVConfig) -> Check:
         'docs/compatibility.md, "Modes".'
     )
     return Check("model", "ok", text)
+
+
+def _release() -> str:
+    """SGLang's release; empty where it cannot be told, which `check_sglang` says."""
+    try:
+        return installed().version
+    except ContractError:
+        return ""
 
 
 def _check_memory_lock(config: HierKVConfig) -> Check:

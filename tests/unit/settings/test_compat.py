@@ -88,17 +88,17 @@ def test_a_plain_model_is_taken() -> None:
     [
         ({"is_hybrid_swa": True}, "needs SWATokenToKVPoolAllocator"),
         ({"is_hybrid_swa": True, "swa_gates_prefix_match": False}, "a tree that keeps windows"),
-        ({"is_hybrid_swa": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with sliding"),
+        ({"is_hybrid_swa": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23, got one without"),
         ({"is_hybrid_swa": True, "chunk": 128}, "needs SWATokenToKVPoolAllocator"),
         ({"is_hybrid_swa": True, "chunk": 129}, "keeps chunks of 129 tokens, got one of 128"),
         ({"is_hybrid_ssm": True}, "needs HybridReqToTokenPool, got ReqToTokenPool"),
         ({"is_hybrid_ssm": True, "is_hybrid_swa": True}, "a hybrid model with other states"),
-        ({"is_hybrid_ssm": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with layers"),
+        ({"is_hybrid_ssm": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23, got one without"),
         ({"is_dsa": True, "is_hybrid_swa": True}, "sparse attention over another"),
-        ({"is_dsa": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23 with rows of an index"),
+        ({"is_dsa": True, "swa_gates_prefix_match": None}, "SGLang 0.5.23, got one without"),
         ({"mode": "decode"}, "needs DecodeReqToTokenPool, got ReqToTokenPool"),
         ({"mode": "decode", "is_hybrid_ssm": True}, "needs HybridMambaDecodeReqToTokenPool"),
-        ({"mode": "prefill", "swa_gates_prefix_match": None}, "SGLang 0.5.23 with --disagg"),
+        ({"mode": "prefill", "swa_gates_prefix_match": None}, "SGLang 0.5.23, got one without"),
         ({"disable_radix_cache": True}, "SGLang disables it"),
         ({"page_size": 32}, "pages of 32 tokens, got pages of 64 tokens"),
         ({"req_to_token_pool": named("HybridReqToTokenPool")}, "got HybridReqToTokenPool"),
@@ -115,6 +115,25 @@ def test_what_was_built_is_looked_at(facts: dict[str, Any], words: str) -> None:
     assert sentence.startswith("--enable-hier-kv needs ")
     assert words in sentence
     assert sentence.endswith("start this model without --enable-hier-kv.")
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("swa", "sliding-window layers"),
+        ("swa of two shapes", "sliding-window layers"),
+        ("state", "layers that have a state"),
+        ("state beside latent rows", "layers that have a state"),
+        ("indexed", "rows of an index"),
+    ],
+)
+def test_an_older_sglang_is_refused_before_the_weights_load(kind: str, words: str) -> None:
+    kept = {"mamba_radix_cache_strategy": "extra_buffer"} if kind.startswith("state") else {}
+    for release in ("0.5.22", "0.5.22.post1"):
+        with pytest.raises(HierKVConfigError, match=rf"SGLang 0.5.23 with {words}, got {release};"):
+            check_resolved(replace(resolved(kind, **kept), release=release), HierKVConfig())
+    check_resolved(replace(resolved(kind, **kept), release="0.5.23"), HierKVConfig())
+    check_resolved(replace(resolved("mla"), release="0.5.22"), HierKVConfig())
 
 
 def test_a_tree_of_more_than_pages_is_refused() -> None:
