@@ -17,7 +17,7 @@ inprocess.prepare()
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
 from sglang_ext.seam.hybrids.state_pages import StatePages  # noqa: E402
 from tests.long_form import count  # noqa: E402
-from tests.unit.seam.hybrids.hit_rig import LAYOUT, HitRig  # noqa: E402
+from tests.property.hybrids.hit_rig import LAYOUT, HitRig  # noqa: E402
 
 CASES = count(10_000, 50_000)
 MOST_OF_A_CASE = 256  # pages

@@ -22,7 +22,7 @@ from sglang_ext.seam.hybrids.window_pages import WindowPages  # noqa: E402
 from sglang_ext.seam.radix_tree import TreeNode  # noqa: E402
 from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from tests.long_form import count  # noqa: E402
-from tests.unit.seam.hybrids.hit_rig import PAGE, HitRig  # noqa: E402
+from tests.property.hybrids.hit_rig import PAGE, HitRig  # noqa: E402
 
 CASES = count(10_000, 50_000)
 GROUPS = 2

@@ -260,14 +260,15 @@ def test_hints_on_a_published_trace_give_more_hits_and_shuffled_ones_no_fewer() 
     room = len(np.unique(np.concatenate(paths))) // 10
     sizes = StoreSizes(BLOCK_TOKENS * KV_BYTES_PER_TOKEN, room // 5, room - room // 5)
     hits, times = {}, return_times(paths, prefill_s, 10)
-    for kind in ("none", "exact", "noisy", "shuffled"):
+    for kind in ("none", "exact", *either((), ("noisy",)), "shuffled"):
         said = None if kind == "none" else request_hints(times, kind)
         with virtual_store(sizes, PolicyConfig(pin_share=PIN_SHARE), "auto") as server:
             hits[kind] = Replay(paths, 10, prefill_s, hints=said).run(server).hit_share
     optimum = order_share(paths, room, "belady")
     least = {"exact": 0.7, "noisy": 0.6}  # of the way from none to the optimum
     for kind, part in least.items():
-        assert hits["none"] + part * (optimum - hits["none"]) <= hits[kind] <= optimum, hits
+        if kind in hits:
+            assert hits["none"] + part * (optimum - hits["none"]) <= hits[kind] <= optimum, hits
     assert hits["shuffled"] >= hits["none"] - 0.01, hits
 
 
