@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from sglang_ext.streaming.costs import ChunkOffer, QualityScale, StreamCosts
 from sglang_ext.streaming.throughput import LinkEstimator
@@ -107,8 +108,9 @@ class ContextStream:
         self._in_flight: list[ChunkFetch] = []
         # Levels that arrived before what they refine, by chunk and first byte.
         self._early: dict[tuple[int, int], int] = {}
-        total = sum(offer.num_tokens for offer in offers)
-        self._refines = deadline_s is not None and costs.decode_s(total) <= (
+        # Of as many leading chunks.
+        self._num_tokens = [0, *accumulate(offer.num_tokens for offer in offers)]
+        self._refines = deadline_s is not None and costs.decode_s(self._num_tokens[-1]) <= (
             _REFINE_DECODE_SHARE * (deadline_s - now_s)
         )
         self._plan = self._decide(now_s)
@@ -245,26 +247,25 @@ class ContextStream:
 
     def _decide(self, now_s: float) -> StreamPlan:
         """Chooses how many leading chunks to load; with a deadline the least damage that fits."""
-        best = self._with(self._num_offered, now_s)
+        missing = self._missing()
+        best = self._with(self._num_offered, now_s, missing)
         for num_loaded in range(self._num_offered - 1, -1, -1):
-            plan = self._with(num_loaded, now_s)
+            plan = self._with(num_loaded, now_s, missing)
             if _is_better(plan, best, self._deadline_s):
                 best = plan
         return best
 
-    def _with(self, num_loaded: int, now_s: float) -> StreamPlan:
-        """The plan with a number of leading chunks loaded."""
-        offers = self._offers[:num_loaded]
-        costs, before = self._costs, sum(offer.num_tokens for offer in offers)
-        text = sum(offer.num_tokens for offer in self._offers[num_loaded:])
-        after_s = costs.prefill_s(text + self._question_tokens, before)
-        if offers:
-            after_s += costs.decode_s(before if self._refines else offers[-1].num_tokens)
-        total = before + text
+    def _with(self, num_loaded: int, now_s: float, missing: dict[int, list[int]]) -> StreamPlan:
+        """The plan with a number of leading chunks loaded; see `_missing`."""
+        costs, before, total = self._costs, self._num_tokens[num_loaded], self._num_tokens[-1]
+        after_s = costs.prefill_s(total - before + self._question_tokens, before)
+        if num_loaded:
+            last = self._offers[num_loaded - 1].num_tokens
+            after_s += costs.decode_s(before if self._refines else last)
         step = self._default_step if self._deadline_s is None else 0
-        missing = self._missing(num_loaded, self._steps[step])
-        latency_s = costs.request_s if missing else 0.0
-        loaded_s = now_s + latency_s + self._seconds(missing)
+        num_bytes = missing[step][num_loaded]
+        latency_s = costs.request_s if num_bytes else 0.0
+        loaded_s = now_s + latency_s + self._seconds(num_bytes)
         if self._deadline_s is None:
             damage = self._quality.damage[self._steps[step]] * before / total
             return StreamPlan(num_loaded, float("inf"), True, damage, loaded_s + after_s)
@@ -272,29 +273,41 @@ class ContextStream:
         if loaded_s > begin_s:
             damage = self._quality.damage[self._steps[0]] * before / total
             return StreamPlan(num_loaded, begin_s, False, damage, loaded_s + after_s)
-        level, share = self._reachable(num_loaded, begin_s - now_s - latency_s)
+        level, share = self._reachable(num_loaded, begin_s - now_s - latency_s, missing)
         damage = self._quality.damage[self._steps[level]]
         if level + 1 < len(self._steps):
             damage -= share * (damage - self._quality.damage[self._steps[level + 1]])
         finish_s = loaded_s if level + 1 == len(self._steps) else begin_s
         return StreamPlan(num_loaded, begin_s, True, damage * before / total, finish_s + after_s)
 
-    def _reachable(self, num_loaded: int, left_s: float) -> tuple[int, float]:
+    def _reachable(
+        self, num_loaded: int, left_s: float, missing: dict[int, list[int]]
+    ) -> tuple[int, float]:
         """Step that all loaded chunks can reach in time, and the share of the next one."""
         before = 0.0
-        for step, level in enumerate(self._steps):
-            needed_s = self._seconds(self._missing(num_loaded, level))
+        for step in range(len(self._steps)):
+            needed_s = self._seconds(missing[step][num_loaded])
             if needed_s > left_s and step:
                 return step - 1, max(0.0, (left_s - before) / max(needed_s - before, 1e-12))
             before = needed_s
         return len(self._steps) - 1, 0.0
 
-    def _missing(self, num_loaded: int, level: int) -> int:
-        """Bytes still to come until the loaded chunks are at a level, those in flight included."""
-        return sum(
-            offer.bytes_between(have, level)
-            for offer, have in zip(self._offers[:num_loaded], self._have, strict=False)
-        )
+    def _missing(self) -> dict[int, list[int]]:
+        """Bytes still to come, those in flight included: by step, and by number of leading chunks.
+
+        Of all numbers at once: a decision looks at each, of thousands in a long prompt.
+        """
+        is_timed = self._deadline_s is not None
+        steps = range(len(self._steps)) if is_timed else [self._default_step]
+        pairs = list(zip(self._offers, self._have, strict=True))
+        missing: dict[int, list[int]] = {}
+        for step in steps:
+            level = self._steps[step]
+            missing[step] = [
+                0,
+                *accumulate(offer.bytes_between(have, level) for offer, have in pairs),
+            ]
+        return missing
 
     def _seconds(self, num_bytes: int) -> float:
         speed = self._link.bytes_per_s

@@ -207,9 +207,10 @@ OnStored = Callable[[int, bool], None]
 class RemoteEngine(abc.ABC):
     """Speaks to one store. Thread-safe; calls block, each up to its deadline.
 
-    Items are reported as soon as they are done, in the order of the call, on the caller's thread.
-    A call that raises has reported what was done before; the other items count as failed. After a
-    call has ended, however it ended, nothing writes to its `out` arrays any more.
+    Items are reported as soon as they are done, on the caller's thread, in the order of the call
+    but for those that had to be asked for elsewhere. A call that raises has reported what was done
+    before; the other items count as failed. After a call has ended, however it ended, nothing
+    writes to its `out` arrays any more.
 
     Attributes:
         max_value_bytes: no value that is stored may be longer.

@@ -140,9 +140,10 @@ class GetState:
             self.num_bytes += num_bytes
             if self._is_done[item.index]:
                 return
+            item.num_missing -= 1
             if num_bytes != item.fetches[number].out.size:
                 self._reject(item.index, "incomplete")
-            elif number == len(item.fetches) - 1:
+            elif not item.num_missing:  # not by its number: one whose place moved comes late
                 names = [self._names[item.index], *(fetch.name for fetch in item.fetches)]
                 self._verify(item.index, item.facts, names)
 
@@ -183,6 +184,7 @@ class _Parts:
             start = number * head_bytes
             end = min(start + head_bytes, facts.total_bytes)
             self.fetches.append(Fetch(part_name, out[start:end]))
+        self.num_missing = len(self.fetches)
 
 
 def is_room(out: object) -> bool:

@@ -11,7 +11,14 @@ from sglang_ext.tiers.records.record import HEADER_BYTES, RecordError, VerifyRes
 from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.remote.base import Deadline, Fetch, Outcome, RemoteEngine, Value
 from sglang_ext.tiers.remote.items import PutItem
-from sglang_ext.tiers.remote.record_values import NamedPieces, checked_facts, split
+from sglang_ext.tiers.remote.record_values import (
+    HeaderFacts,
+    NamedPieces,
+    checked_facts,
+    has_too_many_parts,
+    part_names,
+    split,
+)
 from sglang_ext.tiers.remote.shares.allowance import UploadAllowance
 
 _BATCH_BYTES = 32 << 20
@@ -41,6 +48,7 @@ class Writing:
         self._items = items
         self._bad = bad
         self._seals = seals
+        self._part_bytes = part_bytes
         self._values: list[list[NamedPieces] | None] = []
         self._quality: list[int] = []
         self._outcomes: list[Outcome | None] = [None] * len(items)
@@ -90,8 +98,14 @@ class Writing:
     def _put_allowed(
         self, engine: RemoteEngine, replaces: list[bool], deadline: Deadline, allowed: list[int]
     ) -> None:
-        """Stores what is not there and within its tenant's share; adds it to `allowed` before."""
+        """Stores what is not there and within its tenant's share; adds it to `allowed` before.
+
+        A record with parts ends its batch, and its first value is sent with the next one, when the
+        store has said that it has the parts. Within a call no order holds: the slot of one value
+        may have moved, a client may sort them, and one may be refused while the next is taken.
+        """
         batch: list[int] = []
+        whole: list[int] = []  # their parts are stored, the first value is not
         num_bytes = 0
         for index, outcome in enumerate(self._outcomes):
             if outcome is not None:
@@ -102,11 +116,11 @@ class Writing:
             allowed.append(index)
             batch.append(index)
             num_bytes += self._bytes_of(index)
-            if num_bytes >= _BATCH_BYTES:
-                self._put(engine, batch, replaces, deadline)
+            if num_bytes >= _BATCH_BYTES or self._num_parts(index):
+                whole = self._put(engine, whole, batch, replaces, deadline)
                 batch, num_bytes = [], 0
-        if batch:
-            self._put(engine, batch, replaces, deadline)
+        if batch or whole:
+            self._put(engine, whole, batch, replaces, deadline)
 
     def _give_back(self, unfinished: list[int]) -> None:
         if self._allowance is None:
@@ -135,38 +149,62 @@ class Writing:
                 return
             key = self._items[index].key
             facts = checked_facts(outs[at, :num_bytes], key, seals=self._seals)
-            is_sound = not isinstance(facts, VerifyResult) and self._names[index] not in self._bad
-            if not is_sound:
+            if isinstance(facts, VerifyResult) or self._names[index] in self._bad:
                 replaces[index] = True
-            elif not isinstance(facts, VerifyResult) and (
-                facts.meta.quality > self._quality[index]
-            ):
+            elif facts.meta.quality > self._quality[index]:
                 # Who is not exact leaves it to the store to say whether the place is still free.
                 replaces[index] = self._quality[index] == Quality.EXACT
             else:
                 self._outcomes[index] = Outcome.KEPT
-                self.kept += [value.name for value in self._values[index] or ()]
+                self.kept += self._names_of(self._names[index], facts)
 
         if wanted:
             fetches = [Fetch(self._names[i], out) for i, out in zip(wanted, outs, strict=True)]
             engine.fetch(fetches, on_fetched, deadline)
         return replaces
 
+    def _names_of(self, name: str, facts: HeaderFacts) -> list[str]:
+        """The values of a record that is stored: another writer's parts have other names."""
+        if has_too_many_parts(facts, self._part_bytes):
+            return [name]
+        return [name, *part_names(name, facts, self._part_bytes)]
+
     def _put(
-        self, engine: RemoteEngine, batch: list[int], replaces: list[bool], deadline: Deadline
-    ) -> None:
+        self,
+        engine: RemoteEngine,
+        whole: list[int],
+        batch: list[int],
+        replaces: list[bool],
+        deadline: Deadline,
+    ) -> list[int]:
+        """Stores values of one call; returns which records have all their parts in the store now.
+
+        Args:
+            engine: speaks to the store.
+            whole: records whose first value is stored.
+            batch: records that are stored; of those with parts, the parts.
+            replaces: by record, whether its first value overwrites what is there.
+            deadline: the call's.
+        """
         values: list[Value] = []
         handlers: list[Callable[[bool], None]] = []
-        for index in batch:
-            head, *parts = self._values[index] or []
+        missing = {index: num for index in batch if (num := self._num_parts(index))}
+        for index in [*whole, *(index for index in batch if index not in missing)]:
+            head = (self._values[index] or [])[0]
             tenant = self._items[index].tenant
-            for part in parts:
-                # Named after its content's checksum, so a part that is overwritten is the same.
-                values.append(Value(part.name, part.pieces, replaces=True, tenant=tenant))
-                handlers.append(lambda _: None)
             values.append(Value(head.name, head.pieces, replaces[index], tenant))
             handlers.append(self._head_handler(index))
+        for index in missing:
+            for part in (self._values[index] or [])[1:]:
+                # Named after its content's checksum, so a part that is overwritten is the same.
+                tenant = self._items[index].tenant
+                values.append(Value(part.name, part.pieces, replaces=True, tenant=tenant))
+                handlers.append(_part_handler(missing, index))
         engine.put(values, lambda at, written: handlers[at](written), deadline)
+        return [index for index, num in missing.items() if not num]
+
+    def _num_parts(self, index: int) -> int:
+        return len(self._values[index] or ()) - 1
 
     def _head_handler(self, index: int) -> Callable[[bool], None]:
         def on_stored(written: bool) -> None:
@@ -180,6 +218,13 @@ class Writing:
                 self.kept += names
 
         return on_stored
+
+
+def _part_handler(missing: dict[int, int], index: int) -> Callable[[bool], None]:
+    def on_stored(_: bool) -> None:
+        missing[index] -= 1
+
+    return on_stored
 
 
 def is_record_array(record: object) -> bool:

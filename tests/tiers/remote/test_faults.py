@@ -11,8 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_ext.tiers.remote import GetResult, Outcome, RemoteStore
-from sglang_ext.tiers.remote.base import value_name
+from sglang_ext.tiers.remote import GetResult, Outcome, PutItem, RemoteStore
+from sglang_ext.tiers.remote.base import Deadline, value_name
+from sglang_ext.tiers.remote.engines.redis_nodes import Nodes
+from sglang_ext.tiers.remote.engines.resp import Login
+from sglang_ext.tiers.remote.record_values import split
 from testkit.ports import free_port
 from testkit.remote.mooncake_server import MooncakeServer, mooncake_missing
 from testkit.remote.proxy import Proxy
@@ -25,6 +28,7 @@ from tests.tiers.remote.remote_cases import (
     OK,
     OTHER_NAMESPACE,
     PAGE_BYTES,
+    PART_BYTES,
     REJECTED,
     TIMEOUT,
     UNAVAILABLE,
@@ -408,6 +412,31 @@ def test_a_long_record_whose_part_is_bad_is_a_miss_and_is_stored_anew(
     assert read(store, [item]) == [OK]
 
 
+def test_a_record_whose_parts_are_refused_is_not_stored(
+    open_: Open, clean_redis: RedisServer, tmp_path: Path
+) -> None:
+    """The store takes first values only: none may be seen, or counted, without its parts."""
+    secret = tmp_path / "password"
+    secret.write_text("secret")
+    rules = ("on", ">secret", "+@all", "~*:raw")
+    clean_redis.call("ACL", "SETUSER", "writer", *rules)
+    try:
+        url = f"redis://writer@127.0.0.1:{clean_redis.port}?password-file={secret}"
+        store = open_(url)
+        items = [make_item(1), make_item(2, LONG_BYTES), make_item(3)]
+        assert store.wait_usable(WAIT_S)
+        outcomes = store.put(items)
+    finally:
+        clean_redis.call("ACL", "DELUSER", "writer")
+    assert outcomes[1] is UNAVAILABLE
+    assert clean_redis.call("EXISTS", name(items[1])) == 0
+    reader = open_(redis_url(clean_redis.port))
+    assert reader.wait_usable(WAIT_S)
+    assert read(reader, items) == [OK if each is OK else MISSING for each in outcomes]
+    assert reader.put(items[1:2]) == [OK]
+    assert read(reader, items[1:2]) == [OK]
+
+
 def test_what_was_read_lives_longer(open_: Open, clean_redis: RedisServer) -> None:
     store = open_(redis_url(clean_redis.port) + "?ttl=1h")
     items = [make_item(1, LONG_BYTES), make_item(2)]
@@ -422,6 +451,28 @@ def test_what_was_read_lives_longer(open_: Open, clean_redis: RedisServer) -> No
     store._renew()
     lives = [int(clean_redis.call("PTTL", key)) > 3_000_000 for key in keys]  # type: ignore[arg-type]
     assert sorted(lives) == [False] + [True] * (len(keys) - 1)
+
+
+@pytest.mark.parametrize("mode", ["plain", "tag"])
+def test_what_need_not_be_stored_again_lives_longer(
+    open_: Open, clean_redis: RedisServer, mode: str
+) -> None:
+    """With all of its parts, whose names another writer's tag has made."""
+    url = redis_url(clean_redis.port) + "?ttl=1h"
+    one, two = open_(url, protect=(mode,)), open_(url, protect=(mode,))
+    item = make_item(1, LONG_BYTES)
+    assert one.wait_usable(WAIT_S)
+    assert two.wait_usable(WAIT_S)
+    assert one.put([item]) == [OK]
+    keys = clean_redis.call("KEYS", "*")
+    assert isinstance(keys, list)
+    assert len(keys) == 6
+    for key in keys:
+        assert isinstance(key, bytes)
+        clean_redis.call("PEXPIRE", key, 60_000)
+    assert two.put([item]) == [KEPT]
+    two._renew()
+    assert all(int(clean_redis.call("PTTL", key)) > 3_000_000 for key in keys)  # type: ignore[arg-type]
 
 
 # ---- full ----
@@ -570,6 +621,31 @@ def test_a_cluster_that_moves_slots_loses_nothing(open_: Open, cluster: RedisClu
     # A value in the middle of its move may be missed once; none is lost or wrong.
     assert len(misses) <= 124
     assert read(store, [*items, *more]) == [OK] * 184
+
+
+def test_a_long_record_whose_part_has_moved_is_whole(open_: Open, cluster: RedisCluster) -> None:
+    """Who does not know of the move yet gets that part behind those that come later."""
+    hosts = [("127.0.0.1", node.port) for node in cluster.nodes]
+    url = f"redis://127.0.0.1:{cluster.nodes[1].port}?cluster=yes"
+    items = make_items(range(1000, 1150), 2 * PART_BYTES + PAGE_BYTES)
+    store, late = open_(url), open_(url)
+    assert store.wait_usable(WAIT_S)
+    assert late.wait_usable(WAIT_S)
+    assert store.put(items) == [OK] * len(items)
+    before, after = (Nodes(hosts, Login(), is_cluster=True) for _ in range(2))
+    before.refresh(Deadline.after(WAIT_S))
+    cluster.move_slots(1, 2, 1500)
+    after.refresh(Deadline.after(WAIT_S))
+    before.close()
+    after.close()
+
+    def have_moved(item: PutItem) -> list[bool]:
+        names = [value.name for value in split(name(item), item.record, PART_BYTES)]
+        return [before.address_of(each) != after.address_of(each) for each in names]
+
+    item = next(item for item in items if have_moved(item) == [False, True, False])
+    assert read(late, [item]) == [OK]
+    assert late.rejected([item.key]) == [False]
 
 
 def test_a_cluster_without_one_of_its_nodes(open_: Open, tmp_path: Path) -> None:

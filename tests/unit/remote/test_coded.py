@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -134,6 +135,55 @@ def test_a_lost_profile_is_a_miss_and_counted(make: Make, server: RedisServer) -
     assert two.ready(range(8)) == 0
     assert two.count("remote_missing_profile_pages") == 1
     assert one.codec.knows(parse_header(one.codec.encode(page(1)))[0])  # type: ignore[arg-type]
+
+
+def test_pages_whose_profile_is_lost_are_stored_anew(make: Make, server: RedisServer) -> None:
+    """Their maker is gone; who looks for them keeps their values young, and cannot use them."""
+    one, two, three = make(), make(learns=False), make(learns=False)
+    one.save(range(8))
+    assert one.uploaded(8)
+    (name,) = keys(server, "*:profile.0")
+    server.call("DEL", name)
+    two.save(range(8))  # it has learned nothing yet, and puts them as they are
+    assert until(lambda: (two.store.remote_stats() or {}).get("upload_queue") == 0)
+    three.fetch(range(8))
+    assert three.ready(range(8)) == 8
+    assert [body(slot) for slot in three.slots(range(8))] == [body(page(n)) for n in range(8)]
+
+
+def test_who_knows_a_lost_profile_stores_it_anew(make: Make, server: RedisServer) -> None:
+    one, two, three = make(), make(learns=False), make(learns=False)
+    one.save(range(8))
+    assert one.uploaded(8)
+    two.fetch(range(8))
+    (name,) = keys(server, "*:profile.0")
+    server.call("DEL", name)
+    two.store.clear()
+    two.save(range(8))
+    assert until(lambda: two.count("remote_duplicate_pages") == 8)
+    assert keys(server, "*:profile.0") == [name]
+    three.fetch(range(8))
+    assert three.ready(range(8)) == 8
+    assert three.count("remote_level_2_pages") == 8
+
+
+def test_no_page_is_stored_without_its_profile(
+    make: Make, server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where no file can be made of it, pages wait for their next save."""
+    one, two = make(), make(learns=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(tempfile, "tempdir", "/nowhere")
+        for _ in range(2):
+            one.save(range(8))
+            assert until(lambda: (one.store.remote_stats() or {}).get("upload_queue") == 0)
+            one.store.clear()
+        assert keys(server, "*") == []
+        assert one.count("remote_upload_dropped_pages") == 16
+    one.save(range(8))
+    assert one.uploaded(8)
+    two.fetch(range(8))
+    assert two.ready(range(8)) == 8
 
 
 def test_another_profile_under_the_digest_is_a_miss(make: Make, server: RedisServer) -> None:

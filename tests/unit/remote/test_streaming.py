@@ -236,6 +236,39 @@ def test_an_estimate_follows_the_link() -> None:
     assert link.bytes_per_s == pytest.approx(1e7, rel=0.1)
 
 
+class _Counted(ChunkOffer):
+    """An offer that counts how often its bytes are asked for."""
+
+    num_asked = 0
+
+    def bytes_between(self, have: int, want: int) -> int:
+        _Counted.num_asked += 1
+        return super().bytes_between(have, want)
+
+
+@pytest.mark.parametrize("deadline_s", [None, 1000.0])
+def test_a_decision_looks_at_each_chunk_as_often_however_many_there_are(
+    deadline_s: float | None,
+) -> None:
+    """A prompt of a million tokens has some thousand: looks at all pairs would take seconds."""
+    asked = []
+    for num in (20, 2000):
+        stream = ContextStream(
+            [_Counted(100, SIZES) for _ in range(num)],
+            costs(),
+            QUALITY,
+            LinkEstimator(prior_bytes_per_s=1e9),
+            now_s=0.0,
+            deadline_s=deadline_s,
+        )
+        _Counted.num_asked = 0
+        fetch = stream.next_fetch(0.0)
+        assert fetch is not None
+        stream.arrived(fetch, 0.001)
+        asked.append(_Counted.num_asked / num)
+    assert asked[0] == asked[1] <= 2 * len(SIZES)
+
+
 def test_levels_that_do_not_pay_are_passed_over() -> None:
     scale = QualityScale((0.03, 0.029, 0.001), default_level=2)
     assert scale.steps((100, 200, 300)) == (0, 2)

@@ -264,7 +264,7 @@ class FileEngine(RemoteEngine):
         def work(errand: CancellableTask[tuple[int, bool]]) -> None:
             self._check_mount()
             self._check_room()
-            unwritten = set[str]()  # a record's first value is no use without its parts before it
+            unwritten = set[str]()  # one part of a record is no use without the others
             for index, value in enumerate(values):
                 whole = value.name.partition("/")[0]
                 if whole in unwritten:

@@ -87,21 +87,31 @@ class CodedUploads:
 
         Returns:
             KEPT for a page that need not be put: it may be coded, and the store has a record of it
-            that is no worse than a new one would be. Else the outcome of the look-up, which
-            `upload` replaces by that of the put.
+            that can be decoded and is no worse than a new one would be. Else the outcome of the
+            look-up, which `upload` replaces by that of the put.
         """
         level = level_name(self._codec.codec_id, self._codec.level)
-        found = self._remote.head(
-            [RemoteKey(space.digest, meta.page_hash, space.lora, level) for meta in metas]
-        )
-        return [
-            Outcome.KEPT
-            if head.meta is not None
-            and head.meta.quality <= max(meta.quality, self._codec.quality)
-            and self._may_code(meta)
-            else head.outcome
-            for head, meta in zip(found, metas, strict=True)
-        ]
+        keys = [RemoteKey(space.digest, meta.page_hash, space.lora, level) for meta in metas]
+        found = self._remote.head(keys)
+        lost = self._lost_profiles([head.meta for head in found if head.meta is not None])
+        outcomes: list[Outcome] = []
+        for key, head, meta in zip(keys, found, metas, strict=True):
+            outcome = head.outcome
+            if head.meta is not None and head.meta.profile in lost:
+                self._remote.reject(key, "profile")  # so that what is put takes its place
+            elif head.meta is not None and self._may_code(meta):
+                is_as_good = head.meta.quality <= max(meta.quality, self._codec.quality)
+                outcome = Outcome.KEPT if is_as_good else outcome
+            outcomes.append(outcome)
+        return outcomes
+
+    def _lost_profiles(self, metas: Sequence[RecordMeta]) -> set[bytes]:
+        """Which profiles of stored records nobody can get any more who has not got them yet.
+
+        Looking such records up keeps them young, so that they would stay, and be of no use.
+        """
+        by_profile = {meta.profile: meta for meta in metas}
+        return {each for each, meta in by_profile.items() if self._profiles.is_lost(meta)}
 
     def _may_code(self, meta: RecordMeta) -> bool:
         return self._codec.quality == Quality.EXACT or self._decoded.may_lose(meta)

@@ -48,11 +48,24 @@ class RemoteProfiles:
         name = _name(meta)
         if not meta.profile or not self._is_due(self._next_look_s, name, _LOOK_AFTER_S):
             return True
-        if self._store(meta):
-            return True
-        with self._lock:
-            self._next_look_s.pop(name, None)
-        return False
+        is_stored = False
+        try:
+            is_stored = self._store(meta)
+        finally:
+            if not is_stored:  # also after an error: the next pages must not go without it
+                with self._lock:
+                    self._next_look_s.pop(name, None)
+        return is_stored
+
+    def is_lost(self, meta: RecordMeta) -> bool:
+        """Whether who lacks a record's profile can get it nowhere: it is neither stored nor here.
+
+        Where it is here it is stored anew, as far as there is room.
+        """
+        if self.publish(meta) or self._codec.knows(meta):
+            return False
+        (head,) = self._remote.head([_key(meta)])
+        return head.outcome is Outcome.MISSING
 
     def obtain(self, meta: RecordMeta) -> bool:
         """Gets what is needed to decode a record of this header; False when it is not to be had."""
@@ -111,7 +124,7 @@ class RemoteProfiles:
             self._remote.reject(key, facts.value)
         try:
             profile = self._codec.profile(meta)
-        except LookupError:
+        except (LookupError, OSError):  # it is not here, or there is no room for its file
             return False
         (outcome,) = self._remote.put([PutItem(key, _record(meta, profile))])
         return outcome in (Outcome.OK, Outcome.KEPT)
