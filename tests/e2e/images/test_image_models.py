@@ -37,7 +37,7 @@ from tests.e2e.images.image_prompts import (
 )
 from tests.e2e.models.hybrid_answers import cached, check_hits, values
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.newest_release]
 
 
 @dataclass(frozen=True)

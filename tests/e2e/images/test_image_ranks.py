@@ -45,7 +45,7 @@ from tests.e2e.images.image_prompts import (
 from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
 from tests.long_form import either
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.newest_release]
 
 BROADCAST = ["--enable-broadcast-mm-inputs-process"]
 TWO = ["--tp-size", "2"]

@@ -39,7 +39,12 @@ from tests.e2e.images.image_prompts import (
 )
 from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.sampled("experts")]
+pytestmark = [
+    pytest.mark.e2e,
+    pytest.mark.slow,
+    pytest.mark.newest_release,
+    pytest.mark.sampled("experts"),
+]
 
 KINDS = {"dense": DENSE_IMAGE_MODEL, "experts": IMAGE_MODEL}
 STATES = ("--max-mamba-cache-size", "100")

@@ -35,7 +35,7 @@ from tests.e2e.images.image_prompts import (
 )
 from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.newest_release]
 
 LONG = 60  # tokens of an answer that nobody waits for
 

@@ -16,7 +16,7 @@ from tests.e2e.hier_server import ask, real_prompts, settled, state, tokens_and_
 from tests.e2e.models.hybrid_answers import cached, drop_device
 from tests.e2e.models.test_states import PAGE, Case, server_of
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.newest_release]
 
 NUM_TURNS = 4
 FIRST_TOKENS, LATER_TOKENS, ANSWER_TOKENS = 200, PAGE, 2 * PAGE + 2

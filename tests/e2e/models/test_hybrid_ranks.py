@@ -49,6 +49,7 @@ from tests.long_form import either
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
+    pytest.mark.newest_release,
     pytest.mark.sampled("windows", "states-beside-latent-rows"),
 ]
 

@@ -46,6 +46,7 @@ from tests.e2e.models.hybrid_answers import (
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
+    pytest.mark.newest_release,
     pytest.mark.sampled("granite", "nemotron_h", "qwen3_next"),
 ]
 

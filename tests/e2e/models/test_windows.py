@@ -41,7 +41,7 @@ from tests.e2e.models.hybrid_answers import (
     values,
 )
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.newest_release]
 
 PAGE = 64
 SLOT_BYTES = 36_864  # a page of two layers of the window model, with its header

@@ -17,7 +17,7 @@ from testkit.remote.gateway import Gateway
 from testkit.workload import load_texts, load_tokenizer
 from tests.e2e.hier_server import PAGE, events, hier_args
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.newest_release]
 
 SERVERS = range(2)
 # Of each server; DRAM holds less than the chats that are sent to it, the disk all of them.
