@@ -285,10 +285,12 @@ class PageStore:
             digest: 32 bytes.
             label: what it is, for people who look into the folder.
         """
-        if not self._spaces.begin_opening(digest):
-            return
+        is_new = self._spaces.begin_opening(digest)
         if self._spiller is None:
-            self._namespaces.end_unused()
+            if is_new:
+                self._namespaces.end_unused()
+        elif not is_new:
+            self._books.spills.open_again(digest, self.gate.epoch)
         else:
             self._books.spills.open(Opening(digest, label, self._clock(), self.gate.epoch))
 

@@ -15,6 +15,8 @@ import pytest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.store.key_spaces import KEPT_NAMESPACES
+from sglang_ext.tiers.store.openings import Opening, Openings
+from sglang_ext.tiers.store.types import Epoch
 from tests.unit.store.store_rig import DIGEST, SLOT, Make, Rig, check_content, pages, rigs
 
 
@@ -289,3 +291,49 @@ def test_namespaces_that_a_failing_disk_could_not_open_are_all_opened_in_the_end
     rig.save(mine)
     rig.settle()
     assert rig.on_disk(mine) == 3
+
+
+def test_live_weights_that_come_back_are_opened_before_those_between(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pages reach the disk; nobody waits for what those of before have there."""
+    rig = with_a_write_that_hangs(make)
+    assert rig.disk is not None
+    open_namespace, opened_digests = rig.disk.open_namespace, list[bytes]()
+
+    def noted(digest: bytes, *args: Any, **kwargs: Any) -> Any:
+        opened_digests.append(digest)
+        return open_namespace(digest, *args, **kwargs)
+
+    monkeypatch.setattr(rig.disk, "open_namespace", noted)
+    for number in (1, 2, 1):
+        update(rig, number)
+    rig.io.open_gate.set()
+    opened(rig)
+    assert opened_digests == [digest_of(1), digest_of(2)]
+
+
+def test_live_weights_that_come_back_do_not_wait_out_an_earlier_failure() -> None:
+    """With each failure the next try is twice as far away; a disk may be sound again by then."""
+    openings = Openings()
+    openings.add(Opening(digest_of(1), {}, 0.0, Epoch()))
+    for _ in range(8):
+        now_s = openings.wait_s(0.0)
+        assert now_s is not None
+        tried = openings.take(now_s)
+        assert tried is not None
+        openings.end()
+        openings.add_failed(tried, now_s)
+    openings.add(Opening(digest_of(2), {}, now_s, Epoch()))
+    assert openings.wait_s(now_s) == 0.0
+    epoch = Epoch()
+    openings.ask_again(digest_of(1), now_s, epoch)
+    first = openings.take(now_s)
+    assert first is not None
+    assert (first.digest, first.epoch) == (digest_of(1), epoch)
+
+
+def test_what_is_open_is_not_opened_again_when_its_weights_come_back() -> None:
+    openings = Openings()
+    openings.ask_again(digest_of(1), 0.0, Epoch())
+    assert not len(openings)
