@@ -65,6 +65,10 @@ class Openings:
         if opening is not None:
             self._waiting[digest] = opening._replace(due_s=now_s, epoch=epoch)
 
+    def forget(self, digest: bytes) -> bool:
+        """One that waits is not tried any more; returns whether it waited."""
+        return self._waiting.pop(digest, None) is not None
+
     def add_failed(self, opening: Opening, now_s: float) -> None:
         """It could not be opened, and is tried again later, unless somebody asked meanwhile."""
         retry_s = min(2 * opening.retry_s, MOST_RETRY_S)

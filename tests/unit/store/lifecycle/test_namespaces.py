@@ -97,7 +97,7 @@ def test_three_hundred_updates_leave_no_more_than_one(make: Make, tmp_path: Path
     most = len(catalog.segments()) + KEPT_NAMESPACES + 1
     assert most < 150
     assert rig.store.num_spaces <= most
-    assert len(rig.store._spaces.all_and_opened()[1]) <= most
+    assert len(rig.store._spaces.all_and_asked_for()[1]) <= most
     assert len(catalog.namespaces()) <= most
     folders = [each for each in (tmp_path / "disk").iterdir() if each.is_dir()]
     assert len(folders) <= most
@@ -337,3 +337,44 @@ def test_what_is_open_is_not_opened_again_when_its_weights_come_back() -> None:
     openings = Openings()
     openings.ask_again(digest_of(1), 0.0, Epoch())
     assert not len(openings)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_waits_for_a_failing_disk_is_bounded(
+    make: Make, monkeypatch: pytest.MonkeyPatch, clears: bool
+) -> None:
+    """What the disk has of weights that are forgotten stays there until these, or a clear, come."""
+    mine = left_by_a_former_run(make)
+    rig = make(slots=64)
+    assert rig.disk is not None
+    open_namespace, fails = rig.disk.open_namespace, True
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if fails:
+            raise OSError("no answer")
+        return open_namespace(*args, **kwargs)
+
+    monkeypatch.setattr(rig.disk, "open_namespace", failing)
+    for number in range(1, 100):
+        before = rig.count("namespace_open_failures")
+        update(rig, number)
+        rig.until(lambda before=before: rig.count("namespace_open_failures") > before)
+    # Those that are kept in any case, and the one that was tried last.
+    assert rig.store.stats()["openings_pending"] <= KEPT_NAMESPACES + 1
+    assert rig.store.num_spaces <= KEPT_NAMESPACES + 2
+    if clears:
+        rig.store.clear()
+        rig.until(lambda: not rig.store.stats()["clears_pending"])
+    fails = False
+    update(rig, 1)
+    opened(rig)
+    if clears:
+        assert rig.store.locate_prefix(rig.space, mine).here == 0
+        return
+    assert rig.store.locate_prefix(rig.space, mine).disk == len(mine)
+    plan = rig.store.plan(rig.space, mine)
+    assert plan is not None
+    rig.wait(plan)
+    check_content(rig, mine)
+    rig.store.cancel_plan(plan)
+    rig.store.check()
