@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -317,9 +318,9 @@ def test_live_weights_that_come_back_do_not_wait_out_an_earlier_failure() -> Non
     """With each failure the next try is twice as far away; a disk may be sound again by then."""
     openings = Openings()
     openings.add(Opening(digest_of(1), {}, 0.0, Epoch()))
+    now_s = 0.0
     for _ in range(8):
-        now_s = openings.wait_s(0.0)
-        assert now_s is not None
+        now_s += openings.wait_s(now_s) or 0.0
         tried = openings.take(now_s)
         assert tried is not None
         openings.end()
@@ -355,10 +356,14 @@ def test_what_waits_for_a_failing_disk_is_bounded(
         return open_namespace(*args, **kwargs)
 
     monkeypatch.setattr(rig.disk, "open_namespace", failing)
+
+    def failed_since(before: int) -> bool:
+        return rig.count("namespace_open_failures") > before
+
     for number in range(1, 100):
         before = rig.count("namespace_open_failures")
         update(rig, number)
-        rig.until(lambda before=before: rig.count("namespace_open_failures") > before)
+        rig.until(partial(failed_since, before))
     # Those that are kept in any case, and the one that was tried last.
     assert rig.store.stats()["openings_pending"] <= KEPT_NAMESPACES + 1
     assert rig.store.num_spaces <= KEPT_NAMESPACES + 2
