@@ -13,6 +13,7 @@ weights without a name, and takes their name when they have one: any change of w
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Callable
@@ -84,6 +85,7 @@ class ModelIdentity:
         self._is_final = is_final
         # The adapter that each digest was taken of, and the digest; empty: could not be taken.
         self._lora_digests: dict[str, tuple[Any, bytes]] = {}
+        self._lora_lacking: set[str] = set()  # adapters that some rank has and another one has not
         # Digests under which the device may still hold KV; an adapter reloaded with other
         # weights is off until the next flush.
         self._lora_on_device: dict[str, bytes] = {}
@@ -361,15 +363,28 @@ class ModelIdentity:
 
         One that replaced another under its id is compared at once: what runs now computes with it,
         whether or not anything asks for a key space before the first one comes back.
+
+        All ranks call it at the same point. SGLang loads and unloads on each rank by itself, which
+        may fail on one of them. A rank enters an exchange of digests only of what it has, and the
+        others would wait there for ever; so an adapter that one rank lacks is off on all.
         """
         adapters = self._lora_adapters()
-        self._lora_digests = {
+        kept = {
             lora_id: (adapter, digest)
             for lora_id, (adapter, digest) in self._lora_digests.items()
             if digest and adapters.get(lora_id) is adapter
         }
+        own = {lora_id: lora_id in kept for lora_id in adapters}
+        told = [json.loads(each) for each in self._exchange(json.dumps(own).encode())]
+        known = set[str]().union(*told)
+        self._lora_lacking = {one for one in known if not all(one in each for each in told)}
+        self._lora_digests = {
+            lora_id: taken
+            for lora_id, taken in kept.items()
+            if all(each.get(lora_id) for each in told)
+        }
         for lora_id in list(self._lora_on_device):
-            if lora_id in adapters:
+            if lora_id in known:
                 self._lora_digest(lora_id, store)
 
     def _lora_digest(self, lora_id: str, store: PageStore) -> bytes | None:
@@ -377,7 +392,7 @@ class ModelIdentity:
         taken_of, digest = self._lora_digests.get(lora_id, (None, b""))
         if taken_of is None:
             adapter = self._lora_adapters().get(lora_id)
-            if adapter is not None:
+            if adapter is not None and lora_id not in self._lora_lacking:
                 digest = self._digest_adapter(lora_id, adapter, store)
                 self._lora_digests[lora_id] = adapter, digest
         if digest and self._lora_on_device.setdefault(lora_id, digest) == digest:

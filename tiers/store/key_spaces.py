@@ -26,6 +26,7 @@ class KeySpaces:
         self._by_number: dict[int, KeySpace] = {}  # ascending
         self._by_name: dict[tuple[bytes, bytes], KeySpace] = {}
         self._opened: dict[bytes, None] = {}  # the last asked for comes last
+        self._unopened: set[bytes] = set()  # asked for, and forgotten before the disk opened them
 
     def get(self, digest: bytes, lora: bytes, gate: Gate, epoch: Epoch | None = None) -> KeySpace:
         """The key space of a namespace and an adapter, in an epoch: by default a gate's of now."""
@@ -77,6 +78,7 @@ class KeySpaces:
             is_new = digest not in self._opened
             self._opened.pop(digest, None)
             self._opened[digest] = None
+            self._unopened.discard(digest)
             return is_new
 
     def not_opened(self, digest: bytes) -> None:
@@ -115,10 +117,18 @@ class KeySpaces:
                 del self._by_number[self._by_name.pop(name).number]
             return gone
 
-    def all_and_opened(self) -> tuple[list[KeySpace], set[bytes]]:
-        """All of them, and the digests of the namespaces that were opened, as of one moment."""
+    def note_unopened(self, digest: bytes) -> None:
+        """One that was retired was never opened on disk, where a former run's pages may lie."""
         with self._lock:
-            return list(self._by_number.values()), set(self._opened)
+            self._unopened.add(digest)
+
+    def all_and_asked_for(self) -> tuple[list[KeySpace], set[bytes]]:
+        """All of them, and the digests of the namespaces that were asked for, as of one moment.
+
+        Without those of which nothing is left anywhere.
+        """
+        with self._lock:
+            return list(self._by_number.values()), self._unopened.union(self._opened)
 
     def _add(self, digest: bytes, lora: bytes, epoch: Epoch) -> KeySpace:
         space = KeySpace(self._next_number, digest, lora, epoch)

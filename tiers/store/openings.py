@@ -55,6 +55,20 @@ class Openings:
         self._waiting[opening.digest] = opening
         self._latest = opening.digest
 
+    def ask_again(self, digest: bytes, now_s: float, epoch: Epoch) -> None:
+        """The weights of one that was asked for before are live again: it is the first to be tried.
+
+        One that is open already, or is being opened, stays as it is.
+        """
+        self._latest = digest
+        opening = self._waiting.get(digest)
+        if opening is not None:
+            self._waiting[digest] = opening._replace(due_s=now_s, epoch=epoch)
+
+    def forget(self, digest: bytes) -> bool:
+        """One that waits is not tried any more; returns whether it waited."""
+        return self._waiting.pop(digest, None) is not None
+
     def add_failed(self, opening: Opening, now_s: float) -> None:
         """It could not be opened, and is tried again later, unless somebody asked meanwhile."""
         retry_s = min(2 * opening.retry_s, MOST_RETRY_S)

@@ -285,10 +285,12 @@ class PageStore:
             digest: 32 bytes.
             label: what it is, for people who look into the folder.
         """
-        if not self._spaces.begin_opening(digest):
-            return
+        is_new = self._spaces.begin_opening(digest)
         if self._spiller is None:
-            self._namespaces.end_unused()
+            if is_new:
+                self._namespaces.end_unused()
+        elif not is_new:
+            self._books.spills.open_again(digest, self.gate.epoch)
         else:
             self._books.spills.open(Opening(digest, label, self._clock(), self.gate.epoch))
 
@@ -550,13 +552,13 @@ class PageStore:
         return self._books.table.in_flight.wait(timeout_s)
 
     def clear(self) -> int:
-        """Forgets every page of every opened namespace; returns how many these were.
+        """Forgets every page of every namespace asked for so far; returns how many these were.
 
         No page of before is found from now on. What the disk has of them is deleted next, by the
         thread that writes to it and before it writes more (`clears_pending` in `stats`); a process
         that is killed before that finds them again.
         """
-        spaces, digests = self._spaces.all_and_opened()
+        spaces, digests = self._spaces.all_and_asked_for()
         forgotten = self._books.saves.forget_namespace(
             [space.number for space in spaces], digests if self._disk is not None else ()
         )

@@ -69,11 +69,10 @@ def _around_adapter_change(original: Any, self: Any, *args: Any, **kwargs: Any) 
     cache = _cache_of(self)
     if cache is not None:
         cache.weights_change()
-    try:
-        return original(self, *args, **kwargs)
-    finally:
-        if cache is not None:
-            cache.identity.adapters_changed(cache.store)
+    answer = original(self, *args, **kwargs)
+    if cache is not None:  # not where the call raised, as with weights
+        cache.identity.adapters_changed(cache.store)
+    return answer
 
 
 def _before_flush(self: Any, *args: Any, **kwargs: Any) -> None:

@@ -119,7 +119,7 @@ def test_rows_of_the_padding_page_are_not_saved(make: Make) -> None:
     """SGLang gives them to tokens whose window left; what is in them is everybody's."""
     world = make(window=6)
     linker, hashes = world.cache.hier_linker, np.arange(64, dtype=np.uint8).reshape(2, 32)
-    assert world.identity.digest not in world.store._spaces.all_and_opened()[1]
+    assert world.identity.digest not in world.store._spaces.all_and_asked_for()[1]
     space = world.identity.space_of(None, world.store)
     rows = torch.arange(2 * PAGE) + 3 * PAGE
     rows[-1] = 0

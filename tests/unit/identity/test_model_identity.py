@@ -329,6 +329,61 @@ def test_ranks_try_again_by_the_clock_of_the_first(monkeypatch: pytest.MonkeyPat
     assert results == [[True, False, True, True, True]] * 2
 
 
+def test_an_adapter_that_one_rank_lacks_is_off_on_all() -> None:
+    """A rank that could not load it enters no exchange about it: the others would wait for ever."""
+    changed = threading.Condition()
+    sent: list[list[bytes]] = [[], []]
+    ended = [False, False]
+
+    def exchange(rank: int, content: bytes) -> list[bytes]:
+        with changed:
+            sent[rank].append(content)
+            changed.notify_all()
+            at, others = len(sent[rank]) - 1, sent[1 - rank]
+            assert changed.wait_for(lambda: len(others) > at or ended[1 - rank], 300)
+            assert len(others) > at, "the other rank never comes"
+            return [each[at] for each in sent]
+
+    def serve(rank: int) -> list[KeySpace | None]:
+        world = Fixture()
+        world.set_weights(1.0)
+        world.identity = ModelIdentity(
+            world.model, {}, {}, lambda: world.adapters, partial(exchange, rank)
+        )
+
+        def load(**adapters: Any) -> None:
+            world.adapters.clear()
+            world.adapters.update(adapters)
+            world.identity.adapters_changed(world.store)
+
+        try:
+            load(a=adapter(1.0))
+            found = [world.space("a")]
+            if rank == 0:  # under the same id, with other weights
+                load(a=adapter(2.0), b=adapter(3.0))
+            else:
+                load()
+            found += [world.space("a"), world.space("b"), world.space()]
+            kept = dict(world.adapters)
+            load(**{"a": adapter(2.0), "b": adapter(3.0), **kept})
+            found += [world.space("a"), world.space("b")]
+            world.identity.device_was_reset()
+            return [*found, world.space("a"), world.space("b")]
+        finally:
+            world.store.close()
+            with changed:
+                ended[rank] = True
+                changed.notify_all()
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(serve, range(2)))
+    given = [[space and (space.digest, space.lora) for space in found] for found in results]
+    assert given[0] == given[1]
+    assert [space is not None for space in results[0]] == [
+        True, False, False, True, False, False, True, True,
+    ]  # fmt: skip
+
+
 def test_a_disk_that_fails_leaves_dram_on(tmp_path: Path) -> None:
     """And is tried again: its pages of before are found, and new ones are written."""
     rig = Rig(tmp_path)

@@ -34,6 +34,7 @@ from sglang_ext.tiers.store.types import (
     SPILLING,
     WRITE_DROPPED,
     DiskCopies,
+    Epoch,
     KeySpace,
     Rows,
     SpillEntry,
@@ -87,6 +88,12 @@ class SpillQueue:
         """The disk is to open a namespace before it gets more."""
         with self._table.lock:
             self.openings.add(opening)
+            self.ready.notify_all()
+
+    def open_again(self, digest: bytes, epoch: Epoch) -> None:
+        """The weights of a namespace that was to be opened before are live again."""
+        with self._table.lock:
+            self.openings.ask_again(digest, self._table.now_s(), epoch)
             self.ready.notify_all()
 
     def take_opening(self) -> Opening | None:

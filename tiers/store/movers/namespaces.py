@@ -70,7 +70,7 @@ class Namespaces:
         """Opens one that waits for it; if that fails it is tried again later."""
         ok = False
         try:
-            self.end_unused()
+            self.end_unused(opening.digest)
             found = self.open(opening.digest, opening.label, opening.epoch)
             ok = True
             name = opening.digest.hex()[:16]
@@ -86,22 +86,30 @@ class Namespaces:
         finally:
             self._books.spills.end_opening(opening, ok=ok)
 
-    def end_unused(self) -> None:
+    def end_unused(self, but: bytes | None = None) -> None:
         """Ends namespaces of which nothing is stored: each change of weights brings another one.
 
         They are forgotten under the lock under which pages are entered. One that is asked for
-        behind that is opened behind what follows here.
+        behind that is opened behind what follows here. Of one that still waits to be opened nobody
+        knows what the disk has: that stays there, and it waits no longer.
+
+        Args:
+            but: digest of one that is being opened.
         """
         if not self._spaces.may_retire():
             return
         table = self._books.table
         with table.lock:
-            # Of one that is not open yet nobody knows what the disk has.
-            pending = self._books.spills.openings.digests()
-            ended = self._spaces.retire(table.index.namespaces_in_use(), pending)
+            kept = () if but is None else (but,)
+            gone = self._spaces.retire(table.index.namespaces_in_use(), kept)
+            openings = self._books.spills.openings
+            unopened = {digest for digest in gone if openings.forget(digest)}
+            for digest in unopened:
+                self._spaces.note_unopened(digest)
         if self._disk is not None:
-            for digest in ended:
-                self._disk.end_namespace(digest)
+            for digest in gone:
+                if digest not in unopened:
+                    self._disk.end_namespace(digest)
 
     def _enter(self, digest: bytes, found: RecoveredPages, epoch: Epoch) -> int:
         """Enters what a former run left of a namespace; returns how many pages found room."""

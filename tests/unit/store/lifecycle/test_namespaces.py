@@ -6,6 +6,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import pytest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.store.key_spaces import KEPT_NAMESPACES
+from sglang_ext.tiers.store.openings import Opening, Openings
+from sglang_ext.tiers.store.types import Epoch
 from tests.unit.store.store_rig import DIGEST, SLOT, Make, Rig, check_content, pages, rigs
 
 
@@ -95,7 +98,7 @@ def test_three_hundred_updates_leave_no_more_than_one(make: Make, tmp_path: Path
     most = len(catalog.segments()) + KEPT_NAMESPACES + 1
     assert most < 150
     assert rig.store.num_spaces <= most
-    assert len(rig.store._spaces.all_and_opened()[1]) <= most
+    assert len(rig.store._spaces.all_and_asked_for()[1]) <= most
     assert len(catalog.namespaces()) <= most
     folders = [each for each in (tmp_path / "disk").iterdir() if each.is_dir()]
     assert len(folders) <= most
@@ -289,3 +292,94 @@ def test_namespaces_that_a_failing_disk_could_not_open_are_all_opened_in_the_end
     rig.save(mine)
     rig.settle()
     assert rig.on_disk(mine) == 3
+
+
+def test_live_weights_that_come_back_are_opened_before_those_between(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pages reach the disk; nobody waits for what those of before have there."""
+    rig = with_a_write_that_hangs(make)
+    assert rig.disk is not None
+    open_namespace, opened_digests = rig.disk.open_namespace, list[bytes]()
+
+    def noted(digest: bytes, *args: Any, **kwargs: Any) -> Any:
+        opened_digests.append(digest)
+        return open_namespace(digest, *args, **kwargs)
+
+    monkeypatch.setattr(rig.disk, "open_namespace", noted)
+    for number in (1, 2, 1):
+        update(rig, number)
+    rig.io.open_gate.set()
+    opened(rig)
+    assert opened_digests == [digest_of(1), digest_of(2)]
+
+
+def test_live_weights_that_come_back_do_not_wait_out_an_earlier_failure() -> None:
+    """With each failure the next try is twice as far away; a disk may be sound again by then."""
+    openings = Openings()
+    openings.add(Opening(digest_of(1), {}, 0.0, Epoch()))
+    now_s = 0.0
+    for _ in range(8):
+        now_s += openings.wait_s(now_s) or 0.0
+        tried = openings.take(now_s)
+        assert tried is not None
+        openings.end()
+        openings.add_failed(tried, now_s)
+    openings.add(Opening(digest_of(2), {}, now_s, Epoch()))
+    assert openings.wait_s(now_s) == 0.0
+    epoch = Epoch()
+    openings.ask_again(digest_of(1), now_s, epoch)
+    first = openings.take(now_s)
+    assert first is not None
+    assert (first.digest, first.epoch) == (digest_of(1), epoch)
+
+
+def test_what_is_open_is_not_opened_again_when_its_weights_come_back() -> None:
+    openings = Openings()
+    openings.ask_again(digest_of(1), 0.0, Epoch())
+    assert not len(openings)
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_what_waits_for_a_failing_disk_is_bounded(
+    make: Make, monkeypatch: pytest.MonkeyPatch, clears: bool
+) -> None:
+    """What the disk has of weights that are forgotten stays there until these, or a clear, come."""
+    mine = left_by_a_former_run(make)
+    rig = make(slots=64)
+    assert rig.disk is not None
+    open_namespace, fails = rig.disk.open_namespace, True
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if fails:
+            raise OSError("no answer")
+        return open_namespace(*args, **kwargs)
+
+    monkeypatch.setattr(rig.disk, "open_namespace", failing)
+
+    def failed_since(before: int) -> bool:
+        return rig.count("namespace_open_failures") > before
+
+    for number in range(1, 100):
+        before = rig.count("namespace_open_failures")
+        update(rig, number)
+        rig.until(partial(failed_since, before))
+    # Those that are kept in any case, and the one that was tried last.
+    assert rig.store.stats()["openings_pending"] <= KEPT_NAMESPACES + 1
+    assert rig.store.num_spaces <= KEPT_NAMESPACES + 2
+    if clears:
+        rig.store.clear()
+        rig.until(lambda: not rig.store.stats()["clears_pending"])
+    fails = False
+    update(rig, 1)
+    opened(rig)
+    if clears:
+        assert rig.store.locate_prefix(rig.space, mine).here == 0
+        return
+    assert rig.store.locate_prefix(rig.space, mine).disk == len(mine)
+    plan = rig.store.plan(rig.space, mine)
+    assert plan is not None
+    rig.wait(plan)
+    check_content(rig, mine)
+    rig.store.cancel_plan(plan)
+    rig.store.check()
