@@ -38,7 +38,7 @@ from tests.e2e.hier_server import (
 )
 from tests.unit.test_docs_commands import starts
 
-pytestmark = pytest.mark.e2e
+pytestmark = [pytest.mark.e2e, pytest.mark.newest_release]
 
 ON = ["--model-path", str(TINYLM), "--device", "cpu", "--enable-hier-kv"]
 SMALL = ["--hier-kv-host-size", "0.05"]
