@@ -34,6 +34,9 @@ import numba
 from numba.core import event
 
 logger = logging.getLogger(__name__)
+if not logging.getLogger("numba").level:
+    # On DEBUG it tells of each loop in thousands of lines, and SGLang's --log-level is everybody's.
+    logging.getLogger("numba").setLevel(logging.INFO)
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -30,12 +30,28 @@ class FailureLog:
         Args:
             message: one of a few, as each is remembered.
         """
+        before = self._due(message)
+        if before is not None:
+            self._logger.exception("%s%s", message, before)  # noqa: LOG004, where it is handled
+
+    def tell(self, message: str, reason: object) -> None:
+        """Logs what is no error of ours on one line, as often as `exception` does.
+
+        Args:
+            message: one of a few, as each is remembered.
+            reason: of this time.
+        """
+        before = self._due(message)
+        if before is not None:
+            self._logger.warning("%s: %s%s", message, reason, before)
+
+    def _due(self, message: str) -> str | None:
+        """What to say of those left out since the last time; None where it was said just now."""
         now_s = self._clock()
         with self._lock:
             said_s, num_left_out = self._said.get(message, (now_s - _EVERY_S, 0))
             if now_s - said_s < _EVERY_S:
                 self._said[message] = said_s, num_left_out + 1
-                return
+                return None
             self._said[message] = now_s, 0
-        before = f" ({num_left_out} times more since this was logged)" if num_left_out else ""
-        self._logger.exception("%s%s", message, before)  # noqa: LOG004, called where it is handled
+        return f" ({num_left_out} times more since this was logged)" if num_left_out else ""

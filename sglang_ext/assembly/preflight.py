@@ -19,10 +19,15 @@ from sglang_ext.codec.base import CodecError
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import CODED_TIERS, GIB, HierKVConfig
 from sglang_ext.settings.values import flag_name
-from sglang_ext.tiers.access import make_folder, problem_of, shown
+from sglang_ext.tiers.access import is_trusted_folder, make_folder, problem_of, shown
 from sglang_ext.tiers.disk import DiskConfig
 from sglang_ext.tiers.disk.config import SEGMENTS_PER_BOUND
-from sglang_ext.tiers.disk.folder import holder_of
+from sglang_ext.tiers.disk.folder import (
+    holder_of,
+    namespace_folders,
+    rank_folders,
+    segment_files,
+)
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.memory import available_bytes
@@ -102,14 +107,23 @@ def room_problem(config: HierKVConfig) -> str:
 
 
 def room_bytes(folder: Path) -> int:
-    """Bytes that a disk tier may have in a folder: what is free there, and its own segments."""
+    """Bytes that a disk tier may have in a folder: what is free there, and its own segments.
+
+    What else lies there is not looked into: the folder may be a whole file system's.
+    """
     status = os.statvfs(folder)
     held = 0
-    for path in folder.rglob("seg-*"):
-        with contextlib.suppress(FileNotFoundError):  # removed meanwhile
-            found = path.lstat()  # what a link leads to takes no room here
-            held += found.st_size if stat.S_ISREG(found.st_mode) else 0
+    for root in (folder, *rank_folders(folder)):
+        for namespace in namespace_folders(root, is_trusted_folder):
+            with contextlib.suppress(OSError):  # another user's; it is passed over by the tier, too
+                held += sum(_size_of(path) for _, path in segment_files(namespace))
     return status.f_bavail * status.f_frsize + held
+
+
+def _size_of(path: Path) -> int:
+    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+        return path.lstat().st_size
+    return 0
 
 
 def _check_memory(config: HierKVConfig) -> None:

@@ -8,7 +8,6 @@ other processes as a plain dict.
 from __future__ import annotations
 
 import difflib
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, fields
@@ -17,7 +16,7 @@ from typing import Any
 from sglang_ext.codec.registry import codec_ids
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.quotas import parse_quotas
-from sglang_ext.settings.values import coerce, flag_name, shown
+from sglang_ext.settings.values import check_path, coerce, flag_name, shown, values_in_json
 
 # A greater value is taken for a typing error; arithmetic and system calls would fail with it.
 _MAX_GB = 1e9
@@ -299,6 +298,8 @@ class HierKVConfig:
                     f"{flag_name(item.name)} must be printable text on one line, and has other "
                     "characters in it; take them out."
                 )
+            if item.metadata["metavar"] in ("DIR", "FILE"):
+                check_path(item.name, value)
 
     def _validate_sizes(self) -> None:
         for name in ("host_size", "disk_segment_size", "prefetch_timeout_ms"):
@@ -441,8 +442,8 @@ class HierKVConfig:
                 )
         if not 0 < self.host_coded_share < 1:
             raise HierKVConfigError(
-                "--hier-kv-host-coded-share must be between 0 and 1, got "
-                f"{self.host_coded_share:g}."
+                "--hier-kv-host-coded-share must be more than 0 and less than 1, got "
+                f"{self.host_coded_share:g}; give a share such as 0.5."
             )
         uses_codec = self.record_codec != "none"
         if not uses_codec and self.coding == "always":
@@ -452,6 +453,12 @@ class HierKVConfig:
                 "--hier-kv-level, --hier-kv-profile and --hier-kv-coding need a codec; add "
                 "--hier-kv-codec or leave them out."
             )
+        for tier in CODED_TIERS if "=" in self.level else ():
+            if self.of_tier("level", tier) and self.of_tier("codec", tier) == "none":
+                raise HierKVConfigError(
+                    f"--hier-kv-level {tier}= has no effect without --hier-kv-codec {tier}=; add "
+                    "the codec or leave the level out."
+                )
 
     def _validate_remote_codec(self) -> None:
         codec = self.of_tier("codec", "remote")
@@ -548,16 +555,7 @@ class HierKVConfig:
     @classmethod
     def from_json(cls, text: str) -> HierKVConfig:
         """Builds settings from a JSON object of field names and values."""
-        expected = "SGLANG_HIER_KV_CONFIG must be a JSON object of settings"
-        try:
-            values = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            # The message does not quote the text: it may hold secrets, and messages are logged.
-            reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
-            raise HierKVConfigError(f"{expected}, and cannot be read as one ({reason}).") from None
-        if not isinstance(values, dict):
-            raise HierKVConfigError(f"{expected}, got a {type(values).__name__}.")
-        return cls.from_dict(values)
+        return cls.from_dict(values_in_json(text))
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.settings.values import KINDS, flag_name, shown
+from sglang_ext.settings.values import KINDS, flag_name, shown, values_in_json
 
 ENV_CONFIG = "SGLANG_HIER_KV_CONFIG"
+# What SGLang makes of a bare `on` or `off` in the file of --config.
+_TRUTHS = {"true": "on", "True": "on", "false": "off", "False": "off"}
 _UNITS = {"GIB": " of GiB", "MS": " of milliseconds"}  # by what the help calls the value
 
 
@@ -29,7 +31,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     for item in fields(HierKVConfig):
         options: dict[str, Any] = {
-            "type": _reader(type(item.default), item.metadata["metavar"]),
+            "type": _reader(type(item.default), item.metadata["metavar"])
+            if not item.metadata["choices"]
+            else _chosen(item.metadata["choices"]),
             # Absent unless given: a flag without --enable-hier-kv is refused, whatever its value.
             "default": argparse.SUPPRESS,
             "help": f"{item.metadata['help']} Default: {item.default!r}.".replace("%", "%%"),
@@ -53,20 +57,8 @@ def config_from_namespace(namespace: argparse.Namespace) -> HierKVConfig | None:
         for item in fields(HierKVConfig)
         if hasattr(namespace, f"hier_kv_{item.name}")
     }
-    if getattr(namespace, "enable_hier_kv", False):
-        return HierKVConfig.from_dict(values)
-    if values:
-        raise HierKVConfigError(
-            f"{flag_name(next(iter(values)))} was given without --enable-hier-kv and would have no "
-            "effect; add --enable-hier-kv or remove it."
-        )
-    return config_from_environment()
-
-
-def config_from_environment() -> HierKVConfig | None:
-    """Settings from ``SGLANG_HIER_KV_CONFIG`` (JSON), for launchers that own the command line."""
-    text = os.environ.get(ENV_CONFIG)
-    return HierKVConfig.from_json(text) if text else None
+    enabled = getattr(namespace, "enable_hier_kv", False)
+    return _settings(enabled, values, flag_name, "--enable-hier-kv")
 
 
 def split_engine_kwargs(kwargs: dict[str, Any]) -> tuple[HierKVConfig | None, dict[str, Any]]:
@@ -82,14 +74,33 @@ def split_engine_kwargs(kwargs: dict[str, Any]) -> tuple[HierKVConfig | None, di
         for name in list(rest)
         if name.startswith("hier_kv_")
     }
+    return _settings(enabled, values, "hier_kv_{}".format, "enable_hier_kv=True"), rest
+
+
+def _settings(
+    enabled: bool, values: dict[str, Any], name_of: Callable[[str], str], switch: str
+) -> HierKVConfig | None:
+    """What was given, over what ``SGLANG_HIER_KV_CONFIG`` (JSON) says; None when both are off.
+
+    The variable is for launchers that own the command line, and turns the plugin on by itself.
+
+    Args:
+        enabled: whether the switch was given.
+        values: settings that were given, by field.
+        name_of: what a field was called where they were given.
+        switch: the same of the switch.
+    """
+    text = os.environ.get(ENV_CONFIG)
+    if text:
+        return HierKVConfig.from_dict(values_in_json(text) | values)
     if enabled:
-        return HierKVConfig.from_dict(values), rest
+        return HierKVConfig.from_dict(values)
     if values:
         raise HierKVConfigError(
-            f"hier_kv_{next(iter(values))} was given without enable_hier_kv=True and would have no "
-            "effect."
+            f"{name_of(next(iter(values)))} was given without {switch} and would have no effect; "
+            f"add {switch} or remove it."
         )
-    return config_from_environment(), rest
+    return None
 
 
 def _reader(kind: type, metavar: str) -> Callable[[str], Any]:
@@ -103,6 +114,16 @@ def _reader(kind: type, metavar: str) -> Callable[[str], Any]:
             raise argparse.ArgumentTypeError(
                 f"{expected} is expected, got {shown(text)}"
             ) from error
+
+    return read
+
+
+def _chosen(choices: Sequence[str]) -> Callable[[str], str]:
+    """What reads one of some words, also where YAML took a bare `on` or `off` for a truth value."""
+    words = {word: said for word, said in _TRUTHS.items() if said in choices}
+
+    def read(text: str) -> str:
+        return words.get(text, text)
 
     return read
 

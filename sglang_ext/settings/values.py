@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from typing import Any
 
@@ -55,3 +56,40 @@ def coerce(name: str, value: Any, kind: type) -> Any:
     is_plain = isinstance(value, (str, int, float))
     got = shown(value) if is_plain else f"a {type(value).__name__}"
     raise HierKVConfigError(f"{flag_name(name)} must be {KINDS[kind]}, got {got}.")
+
+
+def check_path(name: str, path: str) -> None:
+    """Refuses what would become a file or a folder of that name below the working directory.
+
+    Raises:
+        HierKVConfigError: it begins with ``~``, which no shell replaced (none does behind ``=``,
+            and neither YAML nor systemd knows it), or is how SGLang reads an empty value of YAML.
+    """
+    if path.startswith("~"):
+        raise HierKVConfigError(
+            f"{flag_name(name)} begins with ~, which no shell has replaced, got {shown(path)}; "
+            "give the whole path."
+        )
+    if path == "None":
+        raise HierKVConfigError(
+            f"{flag_name(name)} is None, which is how an empty value of YAML is read; leave it "
+            "out, or give ./None if that is meant."
+        )
+
+
+def values_in_json(text: str) -> dict[str, Any]:
+    """The names and values in ``SGLANG_HIER_KV_CONFIG``, not looked at yet.
+
+    Raises:
+        HierKVConfigError: it is no JSON object.
+    """
+    expected = "SGLANG_HIER_KV_CONFIG must be a JSON object of settings"
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        # The message does not quote the text: it may hold secrets, and messages are logged.
+        reason = "it is nested too deeply" if isinstance(error, RecursionError) else error
+        raise HierKVConfigError(f"{expected}, and cannot be read as one ({reason}).") from None
+    if not isinstance(values, dict):
+        raise HierKVConfigError(f"{expected}, got a {type(values).__name__}.")
+    return values

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 import subprocess
@@ -77,6 +78,15 @@ def test_that_loops_are_compiled_is_told_once_and_only_then(tmp_path: Path) -> N
     assert told.count("are being compiled") == 1
     assert "`hier-kv prebuild`" in told
     assert "are being compiled" not in use(tmp_path, logged)
+
+
+def test_how_loops_are_compiled_is_no_part_of_a_log_on_debug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As with SGLang's --log-level debug, which is set on the root of all logs."""
+    with caplog.at_level(logging.DEBUG):
+        assert numba.njit(lambda number: number + 1)(1) == 2
+    assert [record.name for record in caplog.records if record.name.startswith("numba")] == []
 
 
 def test_what_was_compiled_of_other_sources_is_compiled_anew(folder: Path) -> None:

@@ -52,7 +52,11 @@ def _segment(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_sealed", [True, False])
 def test_only_who_has_the_key_finds_pages(
-    tmp_path: Path, open_tier: OpenTier, mode: str, is_sealed: bool
+    tmp_path: Path,
+    open_tier: OpenTier,
+    mode: str,
+    is_sealed: bool,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     tier, _ = _open(open_tier, mode)
     locations = store(tier, range(NUM_PAGES))
@@ -65,6 +69,7 @@ def test_only_who_has_the_key_finds_pages(
         tier, num_found = _open(open_tier, other, *keys)
         assert num_found == 0
         assert tier.stats().errors == {"locked_segment": 1}
+        assert "are of another key, or of none, and are not read" in caplog.text
         tier.close()
         assert path.exists()  # a mistake at start loses nothing
     if not is_sealed:

@@ -64,6 +64,7 @@ TROUBLES = {
         Trouble({(RECORDS, 'event="disk_dropped_full"'): "0x5 1+1x60"}, 25),
         Trouble({(RECORDS, 'event="disk_dropped_io"'): "0x5 1+1x60"}, 25),
     ],
+    "HierKVDiskNotRead": [once(EVENTS, "disk_errors_io_read")],
     "HierKVSavesDropped": [
         Trouble(
             {
@@ -102,6 +103,7 @@ HEALTHY = {
     (RECORDS, 'event="rejected_missing"'): "0+1x90",
     (RECORDS, 'event="disk_dropped_full"'): "0x10 1x80",  # once is not for a quarter of an hour
     (EVENTS, 'event="save_failures"'): "0x90",
+    (EVENTS, 'event="disk_errors_io_read"'): "0x90",
     (REQUESTS, 'event="cost_load"'): "0+10x90",
     (REQUESTS, 'event="admitted_ready_requests"'): "0+6x90",
     (REQUESTS, 'event="admitted_late_requests"'): "0+5x90",

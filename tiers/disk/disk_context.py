@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -24,9 +25,18 @@ from sglang_ext.tiers.disk.segments.fileio import (
     write_all,
 )
 from sglang_ext.tiers.disk.workers import IoRun, Workers
+from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.records.checksums import is_plain
 from sglang_ext.tiers.records.record import ByteArray
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
+
+_FAILED = {
+    "io_read": "gives pages no more, which are computed again",
+    "io_write": "takes no pages, which are lost when they leave DRAM",
+    "io_seal": "does not take the table of a segment, whose pages the next start reads one by one",
+    "io_unlink": "does not let go of a segment, whose room stays taken",
+}
+failures = FailureLog(logging.getLogger(__name__))
 
 MAX_RUN_BYTES = 4 << 20
 """Longest run of neighbours in one call with O_DIRECT."""
@@ -75,6 +85,17 @@ class DiskContext:
         """Tells a test's hook, if there is one, that `step` is about to happen."""
         if self.failpoint is not None:
             self.failpoint(step)
+
+    def failed(self, kind: str, error: Exception) -> None:
+        """Counts an error of the file system, and logs the first of a minute with its reason.
+
+        Args:
+            kind: `io_read`, `io_write`, `io_seal` or `io_unlink`.
+            error: what it was.
+        """
+        self.counters.error(kind)
+        what = f"hier-kv: the disk folder {self.config.path} {_FAILED[kind]}"
+        failures.tell(f"{what} (disk_errors_{kind})", error)
 
     def run_bytes(self, num_bytes: int, record_bytes: int) -> int:
         """Returns how much of `num_bytes` of neighbours goes into one system call, at most.

@@ -30,7 +30,7 @@ from typing import Any
 
 import msgpack
 
-from sglang_ext.tiers.access import make_folder, problem_of, tighten
+from sglang_ext.tiers.access import is_trusted_folder, make_folder, problem_of, tighten
 from sglang_ext.tiers.base import NO_SEGMENT
 from sglang_ext.tiers.disk.segments.fileio import FileIO, read_small, write_file
 from sglang_ext.tiers.errors import TierConfigError
@@ -41,6 +41,7 @@ _MAX_STATE_BYTES = 1 << 20
 _SHARE_PATIENCE_S, _SHARE_POLL_S = 10.0, 0.02
 _LOOK_PATIENCE_S = 0.2  # far longer than `holder_of` has the lock
 _NAMESPACE_NAME = re.compile(r"[0-9a-f]{16}")
+_RANK_NAME = re.compile(r"dp\d+-tp\d+-of-\d+")  # of a server with several; `RankPlace.name`
 _SEGMENT_NAME = re.compile(r"seg-(\d{8,10})\.hkv")
 _TEMP_NAME = re.compile(r"(seg-\d{8,10}\.hkv|ns\.msgpack|folder\.msgpack|direct-io-probe)\.tmp")
 
@@ -221,6 +222,15 @@ def _folder_state(io: FileIO, folder: Path) -> dict[str, Any]:
             f" {FOLDER_VERSION}; use the newer release or another folder"
         )
     return state
+
+
+def rank_folders(root: Path) -> list[Path]:
+    """Returns the folders of a server's ranks in its own, where it has several; sorted."""
+    return sorted(
+        path
+        for path in root.iterdir()
+        if _RANK_NAME.fullmatch(path.name) and is_trusted_folder(path)
+    )
 
 
 def namespace_folders(folder: Path, is_own: Callable[[Path], bool] = tighten) -> list[Path]:

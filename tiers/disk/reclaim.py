@@ -149,8 +149,8 @@ class SegmentReclaimer:
         self._context.reach("reclaim:before_salvage")
         try:
             self._salvage(victim)
-        except (OSError, FutureVersionError, LockedFooterError):
-            self._context.counters.error("io_read")
+        except (OSError, FutureVersionError, LockedFooterError) as error:
+            self._context.failed("io_read", error)
         self._context.reach("reclaim:before_drop")
         given_back = self.drop(victim)
         self._context.counters.add("segments_dropped")
@@ -166,8 +166,8 @@ class SegmentReclaimer:
             context.io.unlink(segment.path)
         except FileNotFoundError:
             pass
-        except OSError:
-            context.counters.error("io_unlink")
+        except OSError as error:
+            context.failed("io_unlink", error)
             context.catalog.keep_counting(segment.file_bytes)
             return 0
         finally:

@@ -225,15 +225,15 @@ class Reuser:
                     kept = fresh.get(segment.segment_id, {})
                     try:
                         opened = ReusedSegment.open(self._context, segment, keeper, kept, blocks[0])
-                    except OSError:
-                        self._context.counters.error("io_read")
+                    except OSError as error:
+                        self._context.failed("io_read", error)
                         failed.append(segment.segment_id)
                         # A disk that fails is no fuller for it: to give up pages mends nothing.
                         if len(failed) == _MAX_FAILED:
                             return None
                         continue
-                    except (FutureVersionError, LockedFooterError):
-                        self._context.counters.error("io_read")
+                    except (FutureVersionError, LockedFooterError) as error:
+                        self._context.failed("io_read", error)
                         continue
                     if opened is not None:
                         self._context.counters.add("segments_reused")

@@ -22,7 +22,7 @@ from sglang_ext.tiers.base import (
 )
 from sglang_ext.tiers.disk.config import DiskConfig
 from sglang_ext.tiers.disk.counters import Counters, DiskStats
-from sglang_ext.tiers.disk.disk_context import DiskContext
+from sglang_ext.tiers.disk.disk_context import DiskContext, failures
 from sglang_ext.tiers.disk.folder import (
     FolderLock,
     NamespaceFile,
@@ -311,6 +311,10 @@ class DiskTier(Tier, OwnerCallbacks):
         counters.add("bytes_written", result.bytes_written)
         if result.state not in _QUIET:
             counters.error(result.state.value)
+        if result.state is SegmentState.LOCKED:
+            what = f"segments of the disk folder {self._config.path} are of another key, or of none"
+            told = "are not read (disk_errors_locked_segment; docs/security.md, Keys)"
+            failures.tell(f"hier-kv: {what}, and {told}", path.name)
         segment = namespace.segments.get(segment_id)
         if segment is None:
             if result.state not in _READABLE:

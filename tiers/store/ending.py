@@ -59,6 +59,20 @@ class Ending:
         self._errors += errors
         return not errors
 
+    def tell(self, num_lost: int) -> None:
+        """Says in the log what the disk has not: nobody can ask a server that ends for its counts.
+
+        Args:
+            num_lost: pages in DRAM that the disk does not have.
+        """
+        left = "no page in DRAM was left to write"
+        if num_lost:
+            left = (
+                f"{num_lost} pages were in DRAM only and are lost, as time was up or the disk did "
+                "not take them"
+            )
+        logger.info("hier-kv: the server ends; %s", left)
+
     def raise_first(self) -> None:
         """All parts were tried: raises what the first one raised that failed, if one did."""
         if self._errors:

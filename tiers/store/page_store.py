@@ -599,7 +599,10 @@ class PageStore:
             lasts = self._disk is not None and self._disk.persistent
             deadline_s = began_s + (timeout_s if lasts else 0.0)
             ending.run("writes to the disk", partial(self._spiller.flush, deadline_s))
-            self.counters.add("shutdown_lost_pages", self._books.spills.num_only_in_dram())
+            num_lost = self._books.spills.num_only_in_dram()
+            self.counters.add("shutdown_lost_pages", num_lost)
+            if lasts:
+                ending.tell(num_lost)
             ending.run("writes to the disk", self._spiller.close)
         if self._leaving is not None:
             self._leaving.close(_CLOSE_LEAVING_S)

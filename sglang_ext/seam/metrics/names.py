@@ -192,6 +192,7 @@ FROM_START = (
         )
     ),
     "remote_error_rejected_unauthentic", "disk_dropped_full", "disk_dropped_io",
+    "disk_errors_io_read",
     *_REUSE,
     *(f"missed_{reason}_{what}" for reason in REASONS for what in ("tokens", "requests")),
 )  # fmt: skip

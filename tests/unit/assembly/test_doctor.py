@@ -296,15 +296,41 @@ def test_room_for_not_one_segment_is_told(tmp_path: Path) -> None:
 def test_what_a_link_in_the_disk_folder_leads_to_is_no_room(tmp_path: Path) -> None:
     """Nor is a pipe, or what was removed while it was looked at."""
     folder = tmp_path / "kv"
-    (folder / "names").mkdir(parents=True)
+    names = folder / "0123456789abcdef"
+    names.mkdir(mode=0o700, parents=True)
     away = tmp_path / "seg-away"
     with away.open("wb") as file:
         file.truncate(1 << 42)
     before = room_bytes(folder)
-    (folder / "names" / "seg-00000001.hkv").symlink_to(away)
-    (folder / "seg-00000002.hkv").symlink_to(folder / "absent")
-    os.mkfifo(folder / "seg-00000003.hkv")
+    (names / "seg-00000001.hkv").symlink_to(away)
+    (names / "seg-00000002.hkv").symlink_to(folder / "absent")
+    os.mkfifo(names / "seg-00000003.hkv")
     assert abs(room_bytes(folder) - before) < 1 << 40
+
+
+@pytest.mark.parametrize("of", [".", "dp0-tp1-of-2"])
+def test_its_own_segments_are_room_and_nothing_else_is_looked_into(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str
+) -> None:
+    """The folder may be a file system's root, with millions of files and what cannot be listed."""
+    names, others = tmp_path / of / "0123456789abcdef", tmp_path / "models" / "deep"
+    for folder in (names, others):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    looked: list[str] = []
+    list_folder = os.listdir
+
+    def noted(path: str) -> list[str]:
+        looked.append(os.fspath(path))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "listdir", noted)
+    for folder in (names, others):
+        with (folder / "seg-00000001.hkv").open("wb") as file:
+            file.truncate(1 << 42)
+    found = room_bytes(tmp_path)
+    assert 1 << 42 <= found < 2 << 42
+    assert str(names) in looked
+    assert not [path for path in looked if "models" in path]
 
 
 def test_speeds_are_measured_where_asked_for(

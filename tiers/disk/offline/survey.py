@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS, RecoveredPages
 from sglang_ext.tiers.disk.folder import (
     holder_of,
     namespace_folders,
+    rank_folders,
     read_namespace_file,
     segment_files,
 )
@@ -34,7 +34,6 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.seals import RecordSeals
 
 _STATE_FILE = "folder.msgpack"
-_RANK_NAME = re.compile(r"dp\d+-tp\d+-of-\d+")  # of a server with several; `RankPlace.name`
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +114,7 @@ def tier_folders(root: Path) -> list[Path]:
             f"a folder of --hier-kv-disk-dir or a store's URL is expected, and {shown(root)} is no"
             " folder; correct it"
         )
-    ranks = [
-        path
-        for path in sorted(root.iterdir())
-        if _RANK_NAME.fullmatch(path.name) and is_trusted_folder(path)
-    ]
-    found = [path for path in (root, *ranks) if _is_tier_folder(path)]
+    found = [path for path in (root, *rank_folders(root)) if _is_tier_folder(path)]
     if not found:
         raise TierConfigError(
             f"{shown(root)} is no folder of a disk tier (no {_STATE_FILE} and no namespace in it);"

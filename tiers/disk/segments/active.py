@@ -211,8 +211,8 @@ class ActiveSegment:
         if context.config.fsync == "always" and not batch.failed:
             try:
                 context.io.sync(self._fd)
-            except OSError:
-                context.counters.error("io_write")
+            except OSError as error:
+                context.failed("io_write", error)
                 batch.failed.append(0)
         stored = min((*batch.failed, *batch.refused), default=len(records))
         metas = [meta for meta in batch.metas[:stored] if meta is not None]
@@ -247,8 +247,8 @@ class ActiveSegment:
             )
             footer_bytes = end - table.end_block * BLOCK_BYTES
             context.counters.add("bytes_written", footer_bytes)
-        except OSError:
-            context.counters.error("io_seal")
+        except OSError as error:
+            context.failed("io_seal", error)
         finally:
             self.close()
         context.catalog.mark_sealed(segment, end)
@@ -285,8 +285,8 @@ class ActiveSegment:
         try:
             pieces = self._pieces([batch.records[at].size for at in good], batch.sealed, good)
             self._context.write_records(self._fd, pieces, offset)
-        except OSError:
-            self._context.counters.error("io_write")
+        except OSError as error:
+            self._context.failed("io_write", error)
             batch.failed.append(run.start)
         else:
             self._context.counters.add("bytes_written", sum(piece.size for piece in pieces))

@@ -95,6 +95,10 @@ class FileIO:
         """Removes a file."""
         os.unlink(path)
 
+    def device_of(self, path: Path) -> int:
+        """Returns the number of the file system that a path is on."""
+        return os.stat(path).st_dev
+
     def free_bytes(self, path: Path) -> int:
         """Returns the bytes of the file system that this user may still fill."""
         status = os.statvfs(path)

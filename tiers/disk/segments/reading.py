@@ -123,8 +123,8 @@ class _Read:
                 self.arrived = outs[: context.read_records(fd, outs, offset)]
         except FileNotFoundError:
             return  # reclaimed between look-up and read
-        except OSError:
-            context.counters.error("io_read")
+        except OSError as error:
+            context.failed("io_read", error)
             return
 
     def finish(self) -> None:

@@ -71,17 +71,20 @@ class Writer:
         self._owner = owner
         self._reuser = Reuser(context)
         self._is_full_for_good = False
+        self._failed = False  # in the call in hand, for another reason than a full disk
+        self._device = context.io.device_of(context.config.path)
 
     def write(self, namespace: Namespace, slots: Sequence[ByteArray]) -> list[Location | None]:
         """Stores one record per slot; the contract is `Tier.write`'s."""
         locations: list[Location | None] = [None] * len(slots)
         rows = self._usable(namespace, slots)
         self.reclaimer.fresh.clear()
+        self._failed = False
         while rows:
             blocks = [slots[row].size // BLOCK_BYTES for row in rows]
             active = self._active(namespace, blocks)
             if active is None:
-                self._context.counters.drop("full", len(rows))
+                self._context.counters.drop("io" if self._failed else "full", len(rows))
                 break
             fitting = rows[: active.count_fitting(blocks)]
             batch = _Batch(self._context.seals, namespace.digest, slots, fitting)
@@ -209,11 +212,13 @@ class Writer:
         """
         for is_last in (self._is_full_for_good or not may_drop, True):
             try:
+                self._check_mount()
                 active = ActiveSegment.create(self._context, namespace, self._ids.take(), num_slots)
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
                 if not full:
-                    self._context.counters.error("io_write")
+                    self._failed = True
+                    self._context.failed("io_write", error)
                 if may_drop:
                     self._is_full_for_good = full and is_last
                 if is_last or not full or not self.reclaimer.reclaim_oldest():
@@ -222,6 +227,15 @@ class Writer:
                 self._is_full_for_good = False
                 return active
         return None
+
+    def _check_mount(self) -> None:
+        """Refuses what lies below a mount that is gone: often the system's own, small disk.
+
+        Raises:
+            OSError: the folder is on another file system than at the start, or on none.
+        """
+        if self._context.io.device_of(self._context.config.path) != self._device:
+            raise OSError(errno.ESTALE, "its file system is not the one of the start any more")
 
     def _reclaim_early(self, namespace: Namespace, active: ActiveSegment) -> None:
         """Reclaims while the active segment still has room for what is worth keeping."""

@@ -65,13 +65,17 @@ def test_a_write_that_hangs_is_left_behind(make: Make, tmp_path: Path) -> None:
         other.store.close(5)
 
 
-def test_a_flush_that_meets_a_hanging_disk_ends_too(make: Make) -> None:
+def test_a_flush_that_meets_a_hanging_disk_ends_too(
+    make: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     """The pages are written by whoever flushes, and not by the thread that hangs already."""
     rig = make(policy="write_back", slots=32)
     rig.save(pages("a", 3))
     rig.io.open_gate.clear()
-    ends_while_the_disk_hangs(rig)
+    with caplog.at_level(logging.INFO):
+        ends_while_the_disk_hangs(rig)
     assert rig.count("shutdown_lost_pages") == 3
+    assert "hier-kv: the server ends; 3 pages were in DRAM only and are lost" in caplog.text
 
 
 def test_a_flush_waits_for_no_write_in_hand_beyond_its_time(make: Make) -> None:
@@ -98,11 +102,15 @@ def test_a_read_that_hangs_is_left_behind(make: Make, tmp_path: Path) -> None:
     found_in_a_copy(rig, tmp_path, kept).store.close(5)
 
 
-def test_an_end_that_nothing_hinders_leaves_nothing_behind(make: Make, tmp_path: Path) -> None:
+def test_an_end_that_nothing_hinders_leaves_nothing_behind(
+    make: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     rig = make(slots=32)
     kept = pages("kept", 6)
     rig.save(kept)
-    rig.store.close(60)
+    with caplog.at_level(logging.INFO):
+        rig.store.close(60)
+    assert "hier-kv: the server ends; no page in DRAM was left to write" in caplog.text
     assert rig.count("shutdown_left_behind") == 0
     assert rig.count("shutdown_lost_pages") == 0
     again = Rig(tmp_path, slots=32)
