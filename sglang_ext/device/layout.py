@@ -39,7 +39,7 @@ ROPE_NAMES = {ROPE_PRE: "pre", ROPE_BOUND: "bound", ROPE_DELTA: "delta"}
 _TAIL_FIXED_BYTES = 24
 NUM_WORD = 4  # of a tail, counts corrections
 _CORRECTION_BYTES = 8
-# Room for corrections: 1 in 256 K values. Measured shares are far below (docs/architecture.md);
+# Room for corrections: 1 in 256 K values. Measured shares are far below (docs/benchmarks.md);
 # a page that needs more is kept position-bound.
 _CORRECTION_ROOM = 256
 

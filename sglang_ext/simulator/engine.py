@@ -3,7 +3,7 @@
     outcome = run(conversations, system, "lookahead", warmup_turns=10_000)
 
 The workload and the system are the dataclasses of `sglang_ext.simulator.types`, which this
-module gives out too. `docs/lookahead.md` tells what is modelled and what is not.
+module gives out too. `docs/simulator.md` tells what is modelled and what is not.
 """
 
 from __future__ import annotations
