@@ -171,7 +171,7 @@ class LoadOrCompute:
         """A request enters the queue; returns what it should do about its pages elsewhere."""
         now_s, prefix = self._clock(), request.prefix
         turn_in_s = max(self._ahead_s, self._pace.turn_in_s(self.num_waiting, now_s))
-        verdict, moves = self._judge(request, turn_in_s)
+        verdict, moves = self._judge(request, turn_in_s, self._has_others(0))
         reused = self._tokens_there(prefix, verdict.pages)
         compute_s = self.cost.prefill_s(prefix.prompt_tokens - reused, reused) or 0.0
         request.estimate = Estimate(
@@ -317,7 +317,12 @@ class LoadOrCompute:
             saving_s=saving_s,
             read_s=read_s,
             decoding=self._is_decoding(),
+            has_others=self._has_others(1),
         )
+
+    def _has_others(self, num_own: int) -> bool:
+        """Whether others decode or wait; `num_own` of the waiting ones are no others."""
+        return self._is_decoding() or self.num_waiting > num_own
 
     def _held_s(self, request: WaitingRequest, estimate: Estimate, now_s: float) -> float:
         """For how long an admitted request was held for its pages.
@@ -354,10 +359,12 @@ class LoadOrCompute:
         # As if those that came first left first; where they do not, it is off by a few places.
         num_ahead = max(0, estimate.num_left_at_turn - self._num_left)
         turn_in_s = max(estimate.turn_at_s - now_s, self._pace.turn_in_s(num_ahead, now_s))
-        estimate.verdict, estimate.moves = self._judge(request, turn_in_s)
+        estimate.verdict, estimate.moves = self._judge(request, turn_in_s, self._has_others(1))
         estimate.judged_at_s, estimate.judged_pages = now_s, request.num_usable
 
-    def _judge(self, request: WaitingRequest, turn_in_s: float) -> tuple[LoadDecision, Moves]:
+    def _judge(
+        self, request: WaitingRequest, turn_in_s: float, has_others: bool
+    ) -> tuple[LoadDecision, Moves]:
         """The verdict, and what it would move."""
         wanted, sizes = request.prefix, request.remote_sizes()
         pages = wanted.off_device[: request.num_usable]
@@ -389,7 +396,9 @@ class LoadOrCompute:
             remote_bytes=remote_bytes,
         )
         store = self._store
-        verdict = self.cost.judge(prefix, store.disk_queue(), turn_in_s, store.fetch_queue())
+        verdict = self.cost.judge(
+            prefix, store.disk_queue(), turn_in_s, store.fetch_queue(), has_others=has_others
+        )
         num, num_remote = max(1, int(on_disk.sum())), len(fetched)
         return verdict, Moves(
             float(length.sum()) / num,

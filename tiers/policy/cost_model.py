@@ -51,6 +51,9 @@ _DRAM_GAIN_S = 0.005
 # So many requests in a row load nothing of DRAM before one loads a little to measure it.
 _DRAM_PROBE_EVERY = 16
 
+OTHERS_WEIGHT = 1.0
+"""So many times more a prefill's time counts while others decode or wait: it holds them up, too."""
+
 # What is in flight counts as late when it takes this many times the expected.
 _STALL_FACTOR = 2.0
 
@@ -324,8 +327,13 @@ class CostModel:
         queue: TransferBacklog,
         turn_in_s: float = 0.0,
         remote: TransferBacklog = _IDLE,
+        *,
+        has_others: bool = False,
     ) -> LoadDecision:
         """Chooses how many leading pages to use, so that the prefill is done earliest.
+
+        While others decode or wait, it may be done later by as much as it is shorter for that: a
+        prefill holds them all up, and a read only this request.
 
         Args:
             prefix: the request's pages.
@@ -333,17 +341,20 @@ class CostModel:
             turn_in_s: expected seconds until the scheduler would admit it; reading goes on
                 meanwhile and costs nothing.
             remote: what the remote store has to do before.
+            has_others: others decode or wait.
         """
         num = len(prefix.read_bytes)
         moves = (prefix.read_bytes > 0) | (prefix.fetch_bytes > 0) | prefix.is_coming
         if not moves.any():
             return LoadDecision(LoadChoice.NONE, num)
         first = int(np.argmax(moves))  # pages before it are in DRAM: used in any case
-        done, arrival = self._times(prefix, queue, turn_in_s, remote)
-        if done is None or arrival is None:
+        running, arrival = self._times(prefix, queue, remote)
+        if running is None or arrival is None:
             return LoadDecision(LoadChoice.LOAD, num)  # nothing measured yet: load, and learn
-        # Of prefixes that are equally fast the longest: it computes least on the device.
-        wanted = num - int(np.argmin(done[::-1][: num - first + 1]))
+        done = np.maximum(arrival, turn_in_s) + running
+        costs = done + OTHERS_WEIGHT * running if has_others else done
+        # Of prefixes that are equally good the longest: it computes least on the device.
+        wanted = num - int(np.argmin(costs[::-1][: num - first + 1]))
         left_out = 0
         if not (turn_in_s or queue.bytes_ahead or remote.bytes_ahead):
             left_out = self._left_out_pages(prefix, first, wanted, float(arrival[wanted]))
@@ -413,6 +424,7 @@ class CostModel:
         saving_s: float | None,
         read_s: float | None,
         decoding: bool = False,
+        has_others: bool = False,
     ) -> bool:
         """Whether a request whose turn has come should go on waiting for its pages.
 
@@ -422,9 +434,12 @@ class CostModel:
             saving_s: what those that have not come yet would save; None if never measured.
             read_s: expected seconds until they are there; None if never measured.
             decoding: others decode meanwhile, so it is admitted between two of their steps.
+            has_others: others decode or wait; what is saved is saved for them, too.
         """
         if budget_s is None or saving_s is None:
             return waited_s < self.unmeasured_wait_s
+        if has_others:
+            budget_s, saving_s = ((1 + OTHERS_WEIGHT) * each for each in (budget_s, saving_s))
         if waited_s >= budget_s:
             return False
         with self._lock:
@@ -489,9 +504,9 @@ class CostModel:
     # ---- parts of a decision ----
 
     def _times(
-        self, prefix: Prefix, queue: TransferBacklog, turn_in_s: float, remote: TransferBacklog
+        self, prefix: Prefix, queue: TransferBacklog, remote: TransferBacklog
     ) -> tuple[Array | None, Array | None]:
-        """When the prefill is done and when the pages are there, by number of pages used."""
+        """How long the prefill takes, and when the pages are there, by number of pages used."""
         num = len(prefix.read_bytes)
         own, decoded, fetched = (
             np.concatenate([[0], np.cumsum(column)])
@@ -520,7 +535,7 @@ class CostModel:
             prefill, load, num, prefix.prompt_tokens, prefix.device_tokens, prefix.page_tokens,
             prefix.load_bytes_per_page,
         )  # fmt: skip
-        return np.maximum(arrival, turn_in_s) + running, arrival
+        return running, arrival
 
     def _left_out_pages(self, prefix: Prefix, first: int, wanted: int, read_s: float) -> int:
         """Pages to compute so that computing is measured, where it is known of small prefills only.

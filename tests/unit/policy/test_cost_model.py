@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.tiers.policy.cost_model import (
+    OTHERS_WEIGHT,
     PROBE_BYTES,
     PROBE_SHARE,
     CostModel,
@@ -78,8 +79,8 @@ def brute_force(
     queue: TransferBacklog,
     turn_in_s: float,
     remote: TransferBacklog = NOTHING,
-) -> list[float]:
-    """Seconds until the prefill is done for each split, term by term from the public estimates."""
+) -> list[tuple[float, float]]:
+    """Seconds until the prefill is done, and of the prefill, for each split; term by term."""
     state = cost.state()
     spb, latency = 1e-6 / state["disk_read_mb_s"], 1e-3 * state["disk_latency_ms"]
     times = []
@@ -97,7 +98,7 @@ def brute_force(
         before = min(before, what.prompt_tokens - 1)
         compute = cost.prefill_s(what.prompt_tokens - before, before)
         assert compute is not None
-        times.append(max(arrival, turn_in_s) + compute)
+        times.append((max(arrival, turn_in_s) + compute, compute))
     return times
 
 
@@ -117,6 +118,7 @@ WITH_REMOTE = st.builds(lambda here, num: here + "r" * num, LAYOUTS, st.integers
     remote=st.sampled_from([1.0, 100.0, 1200.0, 10000.0]),
     queued=st.sampled_from([0, 1 << 20, 50 << 20, 1 << 30]),
     turn=st.sampled_from([0.0, 0.003, 0.05, 0.4, 5.0]),
+    has_others=st.booleans(),
 )
 def test_the_choice_is_the_best_of_all_splits(
     layout: str,
@@ -126,24 +128,29 @@ def test_the_choice_is_the_best_of_all_splits(
     remote: float,
     queued: int,
     turn: float,
+    has_others: bool,
 ) -> None:
     cost = model(disk_mb_s=disk, remote_mb_s=remote)
     what = prefix(layout, new_tokens=new_tokens, device_pages=device_pages)
     queue = TransferBacklog(queued)
-    times = brute_force(cost, what, queue, turn)
-    verdict = cost.judge(what, queue, turn)
+    found = brute_force(cost, what, queue, turn)
+    times = [done for done, _ in found]
+    weight = OTHERS_WEIGHT if has_others else 0.0
+    costs = [done + weight * prefill for done, prefill in found]
+    verdict = cost.judge(what, queue, turn, has_others=has_others)
     in_dram = next((at for at, kind in enumerate(layout) if kind != "h"), len(layout))
     if in_dram == len(layout):
         assert (verdict.choice, verdict.pages) == (LoadChoice.NONE, len(layout))
         return
     assert verdict.pages >= in_dram  # what is in DRAM is used in any case
     # The state dump's figures are rounded, hence the tolerance.
-    assert times[verdict.pages] <= min(times[in_dram:]) * 1.002 + 1e-6
+    assert costs[verdict.pages] <= min(costs[in_dram:]) * 1.002 + 1e-6
     assert verdict.expected_s == pytest.approx(times[verdict.pages], rel=2e-3, abs=1e-6)
     assert verdict.recompute_s == pytest.approx(times[in_dram], rel=2e-3, abs=1e-6)
     assert verdict.expected_s is not None
     assert verdict.recompute_s is not None
-    assert verdict.expected_s <= verdict.recompute_s
+    if not has_others:
+        assert verdict.expected_s <= verdict.recompute_s
     kinds = {
         LoadChoice.LOAD: verdict.pages == len(layout),
         LoadChoice.PARTIAL: in_dram < verdict.pages < len(layout),
@@ -192,6 +199,20 @@ def test_a_fast_disk_loads_and_a_slow_one_recomputes() -> None:
     assert model(disk_mb_s=5000).judge(what, NOTHING).choice is LoadChoice.LOAD
     slow = model(disk_mb_s=10).judge(what, NOTHING)
     assert (slow.choice, slow.pages) == (LoadChoice.RECOMPUTE, 0)
+
+
+def test_while_others_decode_or_wait_more_is_loaded_and_never_less() -> None:
+    what, choices = prefix("d" * 32), set()
+    for disk_mb_s in (10, 50, 100, 200, 500, 1000, 5000):
+        cost = model(disk_mb_s=disk_mb_s)
+        alone, beside = (cost.judge(what, NOTHING, has_others=others) for others in (False, True))
+        assert beside.pages >= alone.pages
+        choices.add((alone.choice, beside.choice))
+    assert choices == {
+        (LoadChoice.RECOMPUTE, LoadChoice.RECOMPUTE),
+        (LoadChoice.RECOMPUTE, LoadChoice.LOAD),
+        (LoadChoice.LOAD, LoadChoice.LOAD),
+    }
 
 
 def test_a_queue_gives_time_for_a_part() -> None:
@@ -384,6 +405,20 @@ def test_never_waits_longer_than_its_pages_save() -> None:
     cost = model()
     assert wait(cost, waited_s=0.499, read_s=0.0)
     assert not wait(cost, waited_s=0.5, read_s=0.0)
+
+
+def test_beside_others_it_waits_so_much_longer_as_they_have_of_it() -> None:
+    cost, limit = model(), 0.5 * (1 + OTHERS_WEIGHT)
+
+    def waits(waited_s: float, read_s: float) -> bool:
+        return cost.is_worth_waiting(
+            waited_s=waited_s, budget_s=0.5, saving_s=0.5, read_s=read_s, has_others=True
+        )
+
+    assert waits(limit - 0.001, 0.0)
+    assert not waits(limit, 0.0)
+    assert waits(0.0, limit - 0.001)
+    assert not waits(0.0, limit)
 
 
 def test_waits_a_fixed_time_while_nothing_is_known_of_prefills() -> None:
