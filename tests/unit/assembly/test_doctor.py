@@ -308,7 +308,7 @@ def test_what_a_link_in_the_disk_folder_leads_to_is_no_room(tmp_path: Path) -> N
     assert abs(room_bytes(folder) - before) < 1 << 40
 
 
-@pytest.mark.parametrize("of", [".", "dp0-tp1-of-2"])
+@pytest.mark.parametrize("of", [".", "dp0-tp1-of-2", "dp0-tp1-of-2-pp0-of-2"])
 def test_its_own_segments_are_room_and_nothing_else_is_looked_into(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
