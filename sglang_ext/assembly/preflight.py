@@ -114,10 +114,15 @@ def room_bytes(folder: Path) -> int:
     status = os.statvfs(folder)
     held = 0
     for root in (folder, *rank_folders(folder)):
-        for namespace in namespace_folders(root, is_trusted_folder):
-            with contextlib.suppress(OSError):  # another user's; it is passed over by the tier, too
-                held += sum(_size_of(path) for _, path in segment_files(namespace))
+        with contextlib.suppress(OSError):  # another user's: who takes it says what is wrong
+            held += sum(map(_held_in, namespace_folders(root, is_trusted_folder)))
     return status.f_bavail * status.f_frsize + held
+
+
+def _held_in(namespace: Path) -> int:
+    with contextlib.suppress(OSError):  # another user's; it is passed over by the tier, too
+        return sum(_size_of(path) for _, path in segment_files(namespace))
+    return 0
 
 
 def _size_of(path: Path) -> int:

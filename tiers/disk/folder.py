@@ -41,7 +41,8 @@ _MAX_STATE_BYTES = 1 << 20
 _SHARE_PATIENCE_S, _SHARE_POLL_S = 10.0, 0.02
 _LOOK_PATIENCE_S = 0.2  # far longer than `holder_of` has the lock
 _NAMESPACE_NAME = re.compile(r"[0-9a-f]{16}")
-_RANK_NAME = re.compile(r"dp\d+-tp\d+-of-\d+")  # of a server with several; `RankPlace.name`
+# Of a server with several; `RankPlace.name`.
+_RANK_NAME = re.compile(r"dp\d+-tp\d+-of-\d+(-pp\d+-of-\d+)?")
 _SEGMENT_NAME = re.compile(r"seg-(\d{8,10})\.hkv")
 _TEMP_NAME = re.compile(r"(seg-\d{8,10}\.hkv|ns\.msgpack|folder\.msgpack|direct-io-probe)\.tmp")
 

@@ -13,6 +13,7 @@ import pytest
 from sglang_ext.tiers.disk import DiskTier
 from sglang_ext.tiers.disk.disk_context import failures
 from sglang_ext.tiers.records.record import VerifyResult
+from tests.tiers.disk.test_reused_segments import World
 from tests.tiers.disk.test_setup import SickDisk
 from tests.tiers.tier_pages import NAMESPACE, SLOT_BYTES, make_slot, read_page, store
 
@@ -62,6 +63,42 @@ def test_what_lies_below_a_mount_that_is_gone_is_not_filled(
     io.sick = 0
     (location,) = store(tier, [1])
     assert read_page(tier, location, 1) is VerifyResult.OK
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["slots", "packed"])
+@pytest.mark.parametrize("keeps", [False, True], ids=["whole", "by page"])
+def test_a_full_tier_gives_nothing_up_while_its_mount_is_gone(
+    open_tier: OpenTier, tmp_path: Path, packed: bool, keeps: bool
+) -> None:
+    """That would make no room, and what lies on the mount would be lost, and count no more."""
+    io, folder, away = _Unmounted(), tmp_path / "disk", tmp_path / "away"
+    world = World(open_tier, packed, io=io)
+    if not keeps:
+        world.tier.keeper = None
+    number = 0
+    while not world.tier.stats().segments_reused + world.tier.stats().segments_dropped:
+        assert None not in world.write(range(number, number + 4))
+        number += 4
+    pages, before = dict(world.books.pages), world.tier.stats()
+    folder.rename(away)
+    folder.mkdir()
+    io.sick = errno.ESTALE
+    active = world.tier._writer.actives[NAMESPACE]
+    while None not in world.write(range(number, number + 4)):
+        number += 4
+    assert active.segment.sealed
+    for _ in range(3):
+        assert set(world.write(range(number, number + 4))) == {None}
+    stats = world.tier.stats()
+    assert "full" not in stats.dropped
+    assert stats.dropped["io"] >= 12
+    assert pages.items() <= world.books.pages.items()
+    assert stats.segments_dropped == before.segments_dropped
+    folder.rmdir()
+    away.rename(folder)
+    io.sick = 0
+    assert None not in world.write(range(number, number + 4))
+    world.check()
 
 
 @pytest.mark.parametrize(

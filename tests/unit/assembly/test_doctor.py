@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -308,7 +309,7 @@ def test_what_a_link_in_the_disk_folder_leads_to_is_no_room(tmp_path: Path) -> N
     assert abs(room_bytes(folder) - before) < 1 << 40
 
 
-@pytest.mark.parametrize("of", [".", "dp0-tp1-of-2"])
+@pytest.mark.parametrize("of", [".", "dp0-tp1-of-2", "dp0-tp1-of-2-pp0-of-2"])
 def test_its_own_segments_are_room_and_nothing_else_is_looked_into(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, of: str
 ) -> None:
@@ -331,6 +332,27 @@ def test_its_own_segments_are_room_and_nothing_else_is_looked_into(
     assert 1 << 42 <= found < 2 << 42
     assert str(names) in looked
     assert not [path for path in looked if "models" in path]
+
+
+@pytest.mark.parametrize("closed", ["dp0-tp0-of-2", "dp0-tp0-of-2/0123456789abcdef"])
+def test_a_folder_that_may_not_be_listed_is_no_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, closed: str
+) -> None:
+    """As of a server that root ran here; the others count."""
+    for rank in ("dp0-tp0-of-2", "dp0-tp1-of-2"):
+        names = tmp_path / rank / "0123456789abcdef"
+        names.mkdir(mode=0o700, parents=True)
+        with (names / "seg-00000001.hkv").open("wb") as file:
+            file.truncate(1 << 42)
+    list_folder = os.listdir
+
+    def refusing(path: str) -> list[str]:
+        if Path(path) == tmp_path / closed:
+            raise PermissionError(errno.EACCES, "not for this user", path)
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "listdir", refusing)
+    assert 1 << 42 <= room_bytes(tmp_path) < 2 << 42
 
 
 def test_speeds_are_measured_where_asked_for(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.tiers.disk.folder import FolderLock, SharedFolderLock, holder_of
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.protection import write_key_file
@@ -113,15 +114,17 @@ def test_a_look_keeps_no_server_from_starting(tmp_path: Path) -> None:
     FolderLock(FileIO(), tmp_path).release()
 
 
-def test_ranks_have_folders_of_their_own(tmp_path: Path, capsys: Capture) -> None:
-    for rank in ("dp0-tp0-of-2", "dp0-tp1-of-2"):
-        write_folder(tmp_path / rank, num_pages=4)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_ranks_have_folders_of_their_own(tmp_path: Path, capsys: Capture, stages: int) -> None:
+    places = [RankPlace(rank, 2, pp_rank=stages - 1, pp_size=stages) for rank in range(2)]
+    for place in places:
+        write_folder(tmp_path / place.name, num_pages=4)
     SharedFolderLock(FileIO(), tmp_path, "one")
     status, out, _ = run(capsys, "inspect", tmp_path)
     assert status == 0
     assert "namespaces: 4" in out
     assert f"process {os.getpid()} on host" in out
-    assert f"{tmp_path / 'dp0-tp1-of-2'}:\n" in out
+    assert f"{tmp_path / places[1].name}:\n" in out
 
 
 def test_with_a_key_protected_pages_are_counted(tmp_path: Path, capsys: Capture) -> None:

@@ -173,6 +173,8 @@ class Writer:
             if active.count_fitting(blocks[:1]) and not early:
                 return active
             self.seal(namespace.digest)
+        if not self._is_mounted():
+            return None
         needed = segment_file_bytes(namespace.num_slots, namespace.slot_bytes)
         active = self._into_what_is_left(namespace, blocks, needed)
         if active is None:
@@ -212,7 +214,6 @@ class Writer:
         """
         for is_last in (self._is_full_for_good or not may_drop, True):
             try:
-                self._check_mount()
                 active = ActiveSegment.create(self._context, namespace, self._ids.take(), num_slots)
             except OSError as error:
                 full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -228,18 +229,27 @@ class Writer:
                 return active
         return None
 
-    def _check_mount(self) -> None:
-        """Refuses what lies below a mount that is gone: often the system's own, small disk.
+    def _is_mounted(self) -> bool:
+        """Whether the folder is on the file system of the start; if not, it counts as failed.
 
-        Raises:
-            OSError: the folder is on another file system than at the start, or on none.
+        Asked before room is made: what is given up while a mount is gone makes none. Nor is what
+        lies below the mount filled, often the system's own, small disk.
         """
-        if self._context.io.device_of(self._context.config.path) != self._device:
-            raise OSError(errno.ESTALE, "its file system is not the one of the start any more")
+        context = self._context
+        try:
+            is_mounted = context.io.device_of(context.config.path) == self._device
+            error = OSError(errno.ESTALE, "its file system is not the one of the start any more")
+        except OSError as absent:
+            is_mounted, error = False, absent
+        if not is_mounted:
+            self._failed = True
+            context.failed("io_write", error)
+        return is_mounted
 
     def _reclaim_early(self, namespace: Namespace, active: ActiveSegment) -> None:
         """Reclaims while the active segment still has room for what is worth keeping."""
         if self._owner.keeper is not None:
             return  # room is made page by page
-        if 0 < active.free_blocks <= active.room_blocks // SALVAGE_SHARE:
+        is_due = 0 < active.free_blocks <= active.room_blocks // SALVAGE_SHARE
+        if is_due and self._is_mounted():
             self.reclaimer.make_room(active.segment.file_bytes, namespace.digest)
