@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -106,15 +108,27 @@ def test_a_folder_may_lose_folders_while_it_is_looked_at(
     assert not (tmp_path / "goes").exists()
 
 
-def test_files_and_threads_of_a_process_are_counted() -> None:
-    import os
-    import threading
+_ONE_MORE_OF_EACH = """
+import os, sys, threading
+print(flush=True)
+sys.stdin.readline()
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+kept = open(os.devnull)
+print(flush=True)
+sys.stdin.readline()
+"""
 
-    before = num_fds(os.getpid()), num_threads(os.getpid())
-    ended = threading.Event()
-    thread = threading.Thread(target=ended.wait)
-    thread.start()
-    with open(os.devnull):
-        assert (num_fds(os.getpid()), num_threads(os.getpid())) == (before[0] + 1, before[1] + 1)
-    ended.set()
-    thread.join()
+
+def test_files_and_threads_of_a_process_are_counted() -> None:
+    """Of one that does nothing else, as those of this one come and go with other tests."""
+    command = [sys.executable, "-c", _ONE_MORE_OF_EACH]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        child.stdout.readline()
+        before = num_fds(child.pid), num_threads(child.pid)
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        assert (num_fds(child.pid), num_threads(child.pid)) == (before[0] + 1, before[1] + 1)
+        child.stdin.close()
