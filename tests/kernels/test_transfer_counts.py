@@ -171,7 +171,7 @@ def test_the_wrappers_launch_what_is_counted_here() -> None:
 
     A part is as many pages as a buffer of the ring has room for one layer of.
     """
-    printed = run_module("tests.unit.device.interpreted_launches", PYTHONWARNINGS="ignore")
+    printed = run_module("tests.kernels.interpreted_launches", PYTHONWARNINGS="ignore")
     found = json.loads(printed)
     saved, loaded = found["real"]
     num_parts = found["parts"]
