@@ -30,6 +30,7 @@ class _Launched(NamedTuple):
     work: list[tuple[int, int]]  # (new tokens, tokens before them) of each request; empty: decode
     load_index: int  # of the batch of loads that ran beside it; -1 for none
     done_s: float | None  # None: when its result is handled
+    is_beside_decoding: bool  # a prefill for which others stopped decoding
 
 
 class ForwardTimer:
@@ -63,8 +64,14 @@ class ForwardTimer:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether requests decode now, so that a prefill has to wait for the end of a step."""
-        return self._clock() - self._decoded_s < _STEPS_OF_SILENCE * self._step_s
+        """Whether requests decode now, or will go on to when the prefill under way is done.
+
+        A prefill has to wait for the end of their step, and holds them up.
+        """
+        return self._decodes_at(self._clock())
+
+    def _decodes_at(self, now_s: float) -> bool:
+        return now_s - self._decoded_s < _STEPS_OF_SILENCE * self._step_s
 
     def launched(self, batch: Any, result: Any) -> None:
         """A batch was launched; what will be known of it later is noted on its result.
@@ -82,8 +89,14 @@ class ForwardTimer:
             work = []
         else:
             return
+        is_beside_decoding = bool(work) and self._decodes_at(batch.launch_ts)
+        if is_beside_decoding:  # no step ends before the prefill does
+            until_s = batch.launch_ts + (self._cost.batch_s(work) or 0.0)
+            self._decoded_s = max(self._decoded_s, until_s)
         done_s = self._clock() if self._runs_in_launch else None
-        launched = _Launched(batch.launch_ts, work, batch.hicache_consumer_index, done_s)
+        launched = _Launched(
+            batch.launch_ts, work, batch.hicache_consumer_index, done_s, is_beside_decoding
+        )
         setattr(result, _ATTRIBUTE, launched)
 
     def finished(self, result: Any) -> None:
@@ -102,6 +115,8 @@ class ForwardTimer:
             self._decoded_s, self._step_s = now_s, seconds
             self._cost.note_step(seconds)
             return
+        if launched.is_beside_decoding:
+            self._decoded_s = max(self._decoded_s, now_s)
         load_s = self._load_s(launched.load_index) if launched.load_index >= 0 else 0.0
         if not load_s:
             expected = self._cost.batch_s(launched.work)

@@ -173,7 +173,8 @@ class HierKVConfig:
         "What a request does about its pages on disk or in the remote store: cost loads them, "
         "loads a leading part or "
         "recomputes, whichever is expected to be done first at the speeds measured so far, and "
-        "waits no longer than its pages save; it also computes pages in DRAM where copying them to "
+        "waits no longer than its pages save (while others decode or wait, a prefill's time counts "
+        "twice in both); it also computes pages in DRAM where copying them to "
         "the device is clearly slower; best_effort loads and never waits; wait_complete "
         "waits for all; timeout waits up to --hier-kv-prefetch-timeout-ms.",
         choices=PREFETCH_POLICIES,

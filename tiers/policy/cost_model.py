@@ -1,4 +1,4 @@
-"""What loading and computing a request's pages will take, from what was measured; the quicker wins.
+"""What loading and computing a request's pages take, by what was measured; what costs less wins.
 
 Before its turn a request may have pages brought from disk to DRAM; at its turn it may wait for
 them, while others run; what has not come is computed. `CostModel.judge` chooses how many leading

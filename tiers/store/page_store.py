@@ -634,7 +634,7 @@ class PageStore:
         stats["planned_pages"] = self._books.pins.num_pages
         stats["spill_queue_pages"] = spilling
         stats["openings_pending"] = self._books.spills.num_openings()
-        stats["clears_pending"] = int(bool(self._books.spills.take_clears()))
+        stats["clears_pending"] = int(bool(self._books.spills.pending_clears()))
         return stats
 
     @property

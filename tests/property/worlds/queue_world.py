@@ -20,7 +20,7 @@ import pytest
 from sglang_ext.provenance.request_state import state_of
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.policy import PolicyConfig
-from sglang_ext.tiers.policy.cost_model import CostModel
+from sglang_ext.tiers.policy.cost_model import OTHERS_WEIGHT, CostModel
 from sglang_ext.tiers.store.types import (
     FILLING,
     ON_DISK,
@@ -217,7 +217,9 @@ class QueueWorld(TextScheduler, World):
         estimate = None if waiting is None else waiting.estimate
         if estimate is None or estimate.held_since_s is None:
             return
-        budget_s = _UNMEASURED_S if estimate.budget_s is None else estimate.budget_s
+        budget_s = _UNMEASURED_S
+        if estimate.budget_s is not None:
+            budget_s = (1 + OTHERS_WEIGHT) * estimate.budget_s
         assert now_s - estimate.held_since_s <= budget_s + _ASKED_AGAIN_S, (waiting, now_s)
 
     def note_path(self, req: Request) -> None:

@@ -146,6 +146,38 @@ def test_says_whether_others_decode() -> None:
     assert not rig.timer.is_decoding
 
 
+def test_who_stops_decoding_for_a_prefill_decodes() -> None:
+    rig = Rig()
+    rig.finish(rig.launch("decode"), 0.02)
+    for _ in range(3):  # one after the other, each longer than three steps
+        rig.finish(rig.launch("extend", [1000], [0]), 0.5)
+        assert rig.timer.is_decoding
+    rig.now_s += 0.1
+    assert not rig.timer.is_decoding
+    rig.finish(rig.launch("extend", [1000], [0]), 0.5)
+    assert not rig.timer.is_decoding  # they had ended before it
+
+
+def test_who_stops_decoding_for_a_prefill_decodes_while_it_runs() -> None:
+    rig = Rig()
+    cast(Any, rig.cost).batch_s = lambda work: 0.5
+    rig.finish(rig.launch("decode"), 0.02)
+    prefill = rig.launch("extend", [1000], [0])
+    rig.now_s += 0.4
+    assert rig.timer.is_decoding
+    rig.finish(prefill, 0.1)
+    assert rig.timer.is_decoding
+    rig.now_s += 0.1
+    assert not rig.timer.is_decoding
+
+
+def test_who_stops_decoding_for_a_prefill_decodes_where_forwards_run_in_launch() -> None:
+    rig = Rig(runs_in_launch=True)
+    rig.finish(rig.launch("decode", takes_s=0.02), 0.0)
+    rig.finish(rig.launch("extend", [1000], [0], takes_s=0.5), 0.0)
+    assert rig.timer.is_decoding
+
+
 def test_what_was_foreseen_is_noted_beside_what_came() -> None:
     rig = Rig()
     rig.cost = CostModel(2.0)

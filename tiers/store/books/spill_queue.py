@@ -79,8 +79,8 @@ class SpillQueue:
         self._to_clear: set[bytes] = set()
         self.openings = Openings()
 
-    def take_clears(self) -> list[bytes]:
-        """Takes the namespaces that the disk is to clear; ends with `end_clears`."""
+    def pending_clears(self) -> list[bytes]:
+        """The namespaces that the disk is to clear, until `end_clears`."""
         with self._table.lock:
             return sorted(self._to_clear)
 

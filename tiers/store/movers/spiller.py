@@ -114,7 +114,7 @@ class Spiller(Work):
             self._stop = True
             self._spills.ready.notify_all()
         self._executor.join(self)
-        while self._spills.take_clears():  # forgotten pages must not come back with a restart
+        while self._spills.pending_clears():  # forgotten pages must not come back with a restart
             self._writing.acquire()
             job = self._take_batch()
             if job is not None:
@@ -144,7 +144,7 @@ class Spiller(Work):
         """What to do next; `_writing` is held, until it is done, or given back for None."""
         job = None
         try:
-            digests = self._spills.take_clears()
+            digests = self._spills.pending_clears()
             if digests:
                 job = Job(0, partial(self._run_clear, digests))
             elif (opening := self._spills.take_opening()) is not None:

@@ -156,7 +156,7 @@ def test_cleared_pages_give_their_room_back(make: Make) -> None:
     rig = make("both", 16)
     save(rig, pages("a", 12))
     rig.store.clear()
-    rig.until(lambda: not rig.store._books.spills.take_clears())
+    rig.until(lambda: not rig.store._books.spills.pending_clears())
     assert rig.disk.memory_stats()["records"] == 0
     save(rig, pages("b", 4))
     assert in_coded(rig, pages("b", 4)) == [True] * 4
