@@ -8,7 +8,7 @@ For each question it looks for the document that has most of the question's word
 model with that document in front: its KV is reused whatever is asked. The questions are the titles
 of the documents' sections, in turn. Printed is, for each question, what was retrieved, and where
 the reused prompt tokens lay: `usage.prompt_tokens_details.hier_kv` of the answer
-(docs/operations.md).
+(docs/client-report.md).
 """
 
 from __future__ import annotations

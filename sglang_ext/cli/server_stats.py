@@ -1,6 +1,6 @@
 """`hier-kv stats` and `hier-kv top`: what a running server's tiers hold and do, in a few lines.
 
-All of it is `/server_info`'s, the part of each scheduler; see docs/operations.md for the counters.
+All of it is `/server_info`'s, the part of each scheduler; see docs/metrics.md for the counters.
 """
 
 from __future__ import annotations
@@ -196,7 +196,7 @@ def _described(now: State, before: State | None, seconds: float) -> list[str]:
     lines.append(_row("queue", "", _queue(host)))
     lines.append(_row("speeds", "", _speeds(now["cost"])))
     found = _named(trouble(now))
-    told = f"{found}: docs/operations.md, Counters, says what to do" if found else "none"
+    told = f"{found}: docs/metrics.md, Counters, says what to do" if found else "none"
     lines.append(_row("trouble", "", told))
     return lines
 

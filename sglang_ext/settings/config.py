@@ -261,7 +261,7 @@ class HierKVConfig:
         "disk",
         "The medium that KV events name for pages on disk: disk names DISK; host names CPU_PINNED, "
         "as for pages in DRAM. host is for routers, such as SGLang's gateway, that do not send "
-        "requests to a server for pages that it has on disk only (docs/operations.md).",
+        "requests to a server for pages that it has on disk only (docs/routers.md).",
         choices=("disk", "host"),
     )
     event_log: str = _knob(

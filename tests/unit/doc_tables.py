@@ -192,7 +192,7 @@ def thread_table() -> str:
 
 
 def metric_table() -> str:
-    """All metrics with their kinds, labels and values; docs/operations.md holds exactly this."""
+    """All metrics with their kinds, labels and values; docs/metrics.md holds exactly this."""
     lines = ["| metric | kind | what | label | its values |", "|---|---|---|---|---|"]
     lines += [
         _metric_row(f"{count.name}_total", "counter", count, _counts_of(count))

@@ -14,7 +14,7 @@ from sglang_ext.tiers.policy.cost_model import CostModel
 
 ROOT = Path(__file__).resolve().parents[2]
 # Some of what the remote store counts is under its own name in its own document.
-WHERE = ("operations.md", "remote.md")
+WHERE = ("metrics.md", "remote.md")
 
 
 def documented() -> set[str]:

@@ -2,9 +2,11 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
 from sglang_ext.settings.model_kinds import MODEL_KINDS, SERVED_MODES
 from tests.unit.doc_tables import all_tables, flag_table, metric_table, thread_table
@@ -31,8 +33,40 @@ def test_the_architecture_lists_every_thread_as_the_code_has_it() -> None:
     assert thread_table() in (DOCS / "architecture.md").read_text()
 
 
-def test_operations_lists_every_metric_as_the_code_has_it() -> None:
-    assert metric_table() in (DOCS / "operations.md").read_text()
+def test_the_page_of_metrics_lists_each_as_the_code_has_it() -> None:
+    assert metric_table() in (DOCS / "metrics.md").read_text()
+
+
+def _section_of_operations(heading: str) -> str:
+    text = (DOCS / "operations.md").read_text()
+    return re.split(r"^##+ ", text.partition(f"# {heading}\n")[2], flags=re.MULTILINE)[0]
+
+
+def test_operations_says_what_to_do_about_each_alert() -> None:
+    [group] = yaml.safe_load((DOCS.parent / "deploy" / "hier-kv.rules.yml").read_text())["groups"]
+    rules = [f"`{rule['alert']}` ({rule['labels']['severity']})" for rule in group["rules"]]
+    rows = re.findall(r"^\| (`HierKV[^|]*) \|", _section_of_operations("Alerts"), re.MULTILINE)
+    assert rows == rules
+
+
+def _texts(*folders: str) -> Iterator[str]:
+    """Every text in the code of these folders."""
+    for folder in folders:
+        for path in (DOCS.parent / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield re.sub(r"%[\d.]*[sdgf]", "N", node.value)
+
+
+def test_each_line_of_the_log_that_operations_shows_is_one_of_the_code() -> None:
+    """By its pieces: `...` stands for some words, N for a number or a name."""
+    texts = list(_texts("sglang_ext", "tiers"))
+    cells = re.findall(r"^\| (`[^|]*) \|", _section_of_operations("Lines of the log"), re.MULTILINE)
+    shown = [line for cell in cells for line in re.findall(r"`([^`]*)`", cell)]
+    pieces = [piece.strip() for line in shown for piece in re.split(r"\.\.\.|\b[NM]\b", line)]
+    pieces = [piece for piece in pieces if len(piece) > len("of")]
+    assert len(pieces) > 30
+    assert [piece for piece in pieces if not any(piece in text for text in texts)] == []
 
 
 @pytest.mark.parametrize("name", all_tables())

@@ -1,12 +1,14 @@
 """What the documents, examples and `deploy/` show of a shell and of programs that are not ours.
 
-Where the program is here, its line is run: `pip` by `make dist`, `curl` by the quickstart's test,
-`redis-server` below. Of the others the files, names and flags are looked at.
+Where the program is here, its line is run: `pip` by `make dist`, `curl` of two pages by the
+quickstart's test, `redis-server` below. Of the others the files, names and flags are looked at, of
+`curl` the endpoints.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import re
 import shlex
 import socket
@@ -16,6 +18,7 @@ import time
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import yaml
@@ -107,9 +110,22 @@ def is_mooncake(words: tuple[str, ...]) -> bool:
     return all(flag in source for flag in flags)
 
 
-# `curl`: the pages of which a test runs each line (tests/e2e/start/test_quickstart.py).
+def is_curl(each: Shown) -> bool:
+    """Whether a test runs the line (test_quickstart.py), or SGLang has the endpoint it asks."""
+    if each.page in ("docs/quickstart.md", "docs/hints.md"):
+        return True
+    spec = importlib.util.find_spec("sglang")
+    assert spec is not None
+    [place] = spec.submodule_search_locations or [""]
+    source = Path(place, "srt", "entrypoints", "http_server.py").read_text()
+    method = each.words[each.words.index("-X") + 1]
+    routes = re.findall(r'^@app\.api_route\("([^"]+)", methods=\[(.*)\]\)', source, re.MULTILINE)
+    path = urlsplit(each.words[-1]).path
+    return any(path == one and f'"{method}"' in methods for one, methods in routes)
+
+
 CHECKS: dict[str, Callable[[Shown], bool]] = {
-    "curl": lambda each: each.page in ("docs/quickstart.md", "docs/hints.md"),
+    "curl": is_curl,
     "docker": lambda each: is_docker(each.words),
     "kubectl": lambda each: is_kubectl(each.words),
     "pip": lambda each: is_pip(each.words),

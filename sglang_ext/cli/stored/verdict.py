@@ -26,7 +26,7 @@ class BadPlace(NamedTuple):
     Attributes:
         soundness: what it is.
         where: file and byte, or name.
-        reason: a word of docs/operations.md.
+        reason: a word of docs/commands.md.
     """
 
     soundness: Soundness

@@ -1,10 +1,10 @@
 """Under which metric each of the plugin's values is published: one unit a metric, base units.
 
 The values are named once, by what counts them; `/server_info` shows them under those names, and
-docs/operations.md explains each. The name's end says the unit. A metric's label holds the name, so
+docs/metrics.md explains each. The name's end says the unit. A metric's label holds the name, so
 that a value found in one place is found in the others.
 
-A new count is a call of the store's `counters.add`, and a row in docs/operations.md. Its name ends
+A new count is a call of the store's `counters.add`, and a row in docs/metrics.md. Its name ends
 in its unit, as those of `UNITS`; one without counts as an event. What can fall is in `_NOW`, too.
 """
 

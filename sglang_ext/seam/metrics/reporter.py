@@ -1,7 +1,7 @@
 """Prometheus metrics and `/server_info`'s values: what the tiers hold, move, reject and drop.
 
 `MetricsReporter.state` is a rank's part of `/server_info`; `seam/hooks/scheduler.py` puts it there.
-`names.py` says under which metric a value goes; docs/operations.md explains each. Published
+`names.py` says under which metric a value goes; docs/metrics.md explains each. Published
 once a second from the scheduler's thread.
 """
 

@@ -219,7 +219,7 @@ def forget_devices(servers: list[Server]) -> None:
 def test_a_router_hands_hints_on_but_not_those_of_chats(
     servers: list[Server], tmp_path: Path
 ) -> None:
-    """Should it do better one day: docs/operations.md says that it does not."""
+    """Should it do better one day: docs/routers.md says that it does not."""
     over = {"custom_params": {"hier_kv_hints": {"ends": True}}, "max_tokens": 2, "model": "m"}
     words = " ".join(f"number {number}" for number in range(100))
     with Router([servers[0].url], "cache_aware", tmp_path) as router:

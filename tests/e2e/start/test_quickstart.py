@@ -6,7 +6,6 @@ All of docs/quickstart.md, and what all pages show of `hier-kv`.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
 import shutil
@@ -102,8 +101,8 @@ def test_a_curl_of_the_hints_page_is_answered(world: World) -> None:
     assert scheduler["pages"] == 0, "a few words are no whole page"
 
 
-def test_the_client_of_the_operations_page_prints_what_was_reused(world: World) -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
+def test_the_client_of_its_page_prints_what_was_reused(world: World) -> None:
+    text = (ROOT / "docs" / "client-report.md").read_text()
     (block,) = re.findall(r"^    from openai import OpenAI\n(?:    .*\n)+", text, re.MULTILINE)
     program = textwrap.dedent(block).replace("http://localhost:30000", world.server.url)
     long_one = program.replace(
@@ -179,7 +178,7 @@ def test_a_command_of_another_page_runs(
     assert main(words) == 0
     assert capsys.readouterr().out.strip()
     if command[0] == "keygen":
-        os.unlink("key")
+        Path(words[1]).unlink()
     assert main([*words, "--json"]) == 0
     json.loads(capsys.readouterr().out)
 

@@ -87,7 +87,7 @@ def test_forged_records_are_trouble() -> None:
         "save_unplaced_pages": 3,
         "stale_load_pages": 7,
     }
-    assert describe(shown)[-1].endswith(": docs/operations.md, Counters, says what to do")
+    assert describe(shown)[-1].endswith(": docs/metrics.md, Counters, says what to do")
     assert describe(state())[-1] == "  trouble none"
     text = "\n".join(describe(shown))
     assert text.count("unauthentic") == 1
