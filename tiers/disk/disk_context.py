@@ -44,7 +44,7 @@ MAX_RUN_BYTES = 4 << 20
 MIN_RUN_BYTES = 1 << 20
 """Shortest run that a call is split into; the longest through the page cache.
 
-There the run is still in the core's cache when its checksums are taken (docs/formats.md).
+There the run is still in the core's cache when its checksums are taken (docs/disk-tier.md).
 """
 
 
