@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 
 from runtime_cpu import launch
 from testkit.slow.threads import are_threads_late, late_threads_if_asked
+from tests.cases import is_among
 
 # Three test files run at a time, and an idle scheduler would spin on a core that others need.
 os.environ.setdefault("CPU_IDLE_SLEEP_MS", "200")
@@ -147,11 +148,10 @@ def _is_long(item: pytest.Item) -> bool:
     """Whether a test, or this case of it, is for the long forms alone."""
     if item.get_closest_marker("long") is not None:
         return True
-    case = getattr(item, "callspec", None)
     sample = item.get_closest_marker("sampled")
-    if sample is None or case is None:
+    if sample is None or not hasattr(item, "callspec"):
         return False
-    return not any(fnmatchcase(case.id, pattern) for pattern in sample.args)
+    return not is_among(item, sample.args)
 
 
 def _check_samples(items: list[pytest.Item]) -> None:

@@ -39,7 +39,6 @@ from sglang_ext.admission.waiting_request import (
 )
 from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.policy.cost_model import (
-    OTHERS_WEIGHT,
     CostModel,
     LoadChoice,
     LoadDecision,
@@ -335,10 +334,8 @@ class LoadOrCompute:
         if estimate.held_since_s is None:
             return 0.0
         until_s = now_s if request.let_go_s is None else request.let_go_s
-        budget_s = estimate.budget_s
-        limit_s = self.cost.unmeasured_wait_s
-        if budget_s is not None:  # with others, without whom nobody's pace is measured
-            limit_s = (1 + OTHERS_WEIGHT) * budget_s
+        # Without others nobody's pace is measured.
+        limit_s = self.cost.longest_wait_s(estimate.budget_s, has_others=True)
         return min(max(0.0, until_s - estimate.held_since_s), limit_s)
 
     def _num_lacking(self, request: WaitingRequest, estimate: Estimate) -> int:

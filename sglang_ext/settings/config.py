@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
@@ -554,9 +554,9 @@ class HierKVConfig:
         return config
 
     @classmethod
-    def from_json(cls, text: str) -> HierKVConfig:
-        """Builds settings from a JSON object of field names and values."""
-        return cls.from_dict(values_in_json(text))
+    def from_json(cls, text: str, over: Mapping[str, Any]) -> HierKVConfig:
+        """Builds settings from a JSON object of field names and values, with others over these."""
+        return cls.from_dict(values_in_json(text) | dict(over))
 
 
 def _nearest(name: str, known: Iterable[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.settings.values import KINDS, flag_name, shown, values_in_json
+from sglang_ext.settings.values import KINDS, flag_name, shown
 
 ENV_CONFIG = "SGLANG_HIER_KV_CONFIG"
 # What SGLang makes of a bare `on` or `off` in the file of --config.
@@ -92,7 +92,7 @@ def _settings(
     """
     text = os.environ.get(ENV_CONFIG)
     if text:
-        return HierKVConfig.from_dict(values_in_json(text) | values)
+        return HierKVConfig.from_json(text, values)
     if enabled:
         return HierKVConfig.from_dict(values)
     if values:

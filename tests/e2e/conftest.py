@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Generator
-from fnmatch import fnmatchcase
 from importlib.metadata import version
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 
 from sglang_ext.settings.untried import NEWEST_RELEASE, older_release
 from testkit.server import ServerError
+from tests.cases import is_among
 
 _IS_OLDER = bool(older_release(version("sglang")))
 _REFUSED = f"--enable-hier-kv needs {NEWEST_RELEASE}"
@@ -20,14 +20,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Skips what needs the newest release, where the release before runs."""
     for item in items:
         mark = item.get_closest_marker("newest_release")
-        if _IS_OLDER and mark is not None and _is_case(item, mark.args):
+        if _IS_OLDER and mark is not None and (not mark.args or is_among(item, mark.args)):
             item.add_marker(pytest.mark.skip(reason=f"needs {NEWEST_RELEASE}"))
-
-
-def _is_case(item: pytest.Item, patterns: tuple[str, ...]) -> bool:
-    """Whether a test is among the cases of these patterns; without any it is."""
-    name = getattr(getattr(item, "callspec", None), "id", "")
-    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -352,7 +352,7 @@ class CostModel:
         if running is None or arrival is None:
             return LoadDecision(LoadChoice.LOAD, num)  # nothing measured yet: load, and learn
         done = np.maximum(arrival, turn_in_s) + running
-        costs = done + OTHERS_WEIGHT * running if has_others else done
+        costs = done + _others_weight(has_others) * running
         # Of prefixes that are equally good the longest: it computes least on the device.
         wanted = num - int(np.argmin(costs[::-1][: num - first + 1]))
         left_out = 0
@@ -438,13 +438,17 @@ class CostModel:
         """
         if budget_s is None or saving_s is None:
             return waited_s < self.unmeasured_wait_s
-        if has_others:
-            budget_s, saving_s = ((1 + OTHERS_WEIGHT) * each for each in (budget_s, saving_s))
-        if waited_s >= budget_s:
+        if waited_s >= self.longest_wait_s(budget_s, has_others=has_others):
             return False
         with self._lock:
             step = self._step.seconds if decoding else None
-        return (read_s or 0.0) + (step or 0.0) / 2 < saving_s
+        return (read_s or 0.0) + (step or 0.0) / 2 < (1 + _others_weight(has_others)) * saving_s
+
+    def longest_wait_s(self, budget_s: float | None, *, has_others: bool) -> float:
+        """The longest for which a request whose turn has come may wait; see `is_worth_waiting`."""
+        if budget_s is None:
+            return self.unmeasured_wait_s
+        return (1 + _others_weight(has_others)) * budget_s
 
     def saving_s(self, prompt_tokens: int, ready_tokens: int, more_tokens: int) -> float | None:
         """Seconds of prefill that more pages save; None before the first prefill was measured.
@@ -574,6 +578,10 @@ class CostModel:
         fits = np.cumsum(read + fetched) <= PROBE_BYTES
         fits &= np.cumsum(per_read * read + per_fetched * fetched) <= PROBE_SHARE * recompute_s
         return min(len(fits), max(1, int(fits.sum())))
+
+
+def _others_weight(has_others: bool) -> float:
+    return OTHERS_WEIGHT if has_others else 0.0
 
 
 def _running_s(

@@ -43,12 +43,7 @@ class Openings:
 
     def __len__(self) -> int:
         """How many wait, or are being opened."""
-        return len(self.digests())
-
-    def digests(self) -> set[bytes]:
-        """Of all of them."""
-        taken = set() if self._taken is None else {self._taken}
-        return taken | self._waiting.keys()
+        return len(self._waiting) + (self._taken is not None and self._taken not in self._waiting)
 
     def add(self, opening: Opening) -> None:
         """It is to be opened; as one that is known already, anew."""

@@ -217,10 +217,10 @@ class QueueWorld(TextScheduler, World):
         estimate = None if waiting is None else waiting.estimate
         if estimate is None or estimate.held_since_s is None:
             return
-        budget_s = _UNMEASURED_S
+        limit_s = _UNMEASURED_S
         if estimate.budget_s is not None:
-            budget_s = (1 + OTHERS_WEIGHT) * estimate.budget_s
-        assert now_s - estimate.held_since_s <= budget_s + _ASKED_AGAIN_S, (waiting, now_s)
+            limit_s = (1 + OTHERS_WEIGHT) * estimate.budget_s
+        assert now_s - estimate.held_since_s <= limit_s + _ASKED_AGAIN_S, (waiting, now_s)
 
     def note_path(self, req: Request) -> None:
         keys = self.keys(req.tokens)

@@ -26,6 +26,13 @@ def told(caplog: pytest.LogCaptureFixture, kind: str) -> list[str]:
     return [line for line in lines if f"disk_errors_{kind}" in line]
 
 
+def opened_on(io: SickDisk, open_tier: OpenTier) -> tuple[SickDisk, DiskTier]:
+    """A tier with a namespace, on a disk that is well so far."""
+    tier = open_tier(io=io)
+    tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+    return io, tier
+
+
 def test_a_folder_that_vanished_is_no_full_disk(
     open_tier: OpenTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -52,9 +59,7 @@ class _Unmounted(SickDisk):
 def test_what_lies_below_a_mount_that_is_gone_is_not_filled(
     open_tier: OpenTier, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    io = _Unmounted()
-    tier = open_tier(io=io)
-    tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+    io, tier = opened_on(_Unmounted(), open_tier)
     io.sick = errno.ESTALE
     assert tier.write(NAMESPACE, [make_slot(1)]) == [None]
     assert tier.stats().dropped == {"io": 1}
@@ -113,9 +118,7 @@ def test_a_full_tier_gives_nothing_up_while_its_mount_is_gone(
 def test_each_kind_of_failure_is_told_once_with_its_reason(
     open_tier: OpenTier, caplog: pytest.LogCaptureFixture, call: str, kind: str, sick: int
 ) -> None:
-    io = SickDisk(call)
-    tier = open_tier(io=io)
-    tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+    io, tier = opened_on(SickDisk(call), open_tier)
     if call != "allocate":
         (location,) = store(tier, [1])
     io.sick = sick
@@ -135,9 +138,7 @@ def test_each_kind_of_failure_is_told_once_with_its_reason(
 def test_a_segment_that_cannot_be_sealed_is_told_of(
     open_tier: OpenTier, caplog: pytest.LogCaptureFixture
 ) -> None:
-    io = SickDisk("truncate")
-    tier = open_tier(io=io)
-    tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+    io, tier = opened_on(SickDisk("truncate"), open_tier)
     store(tier, [1])
     io.sick = errno.EIO
     tier.close()
@@ -149,9 +150,7 @@ def test_a_full_disk_is_counted_and_not_told(
     open_tier: OpenTier, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is no failure: other files have the room."""
-    io = SickDisk("allocate")
-    tier = open_tier(io=io)
-    tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+    io, tier = opened_on(SickDisk("allocate"), open_tier)
     io.sick = errno.ENOSPC
     assert tier.write(NAMESPACE, [make_slot(1)]) == [None]
     assert tier.stats().dropped == {"full": 1}

@@ -518,7 +518,7 @@ def test_values_from_code_are_checked(values: dict[str, Any], words: str) -> Non
 @pytest.mark.parametrize("text", ["{", "[1]", '{"host_size": 0}'])
 def test_the_environment_is_checked(text: str) -> None:
     with pytest.raises(HierKVConfigError):
-        HierKVConfig.from_json(text)
+        HierKVConfig.from_json(text, {})
 
 
 def test_settings_survive_the_way_to_other_processes() -> None:

@@ -178,14 +178,14 @@ def test_any_settings_start_or_end_with_a_sentence(folder: Path) -> None:
      '{"a\\nb": 1}', '{"disk_dir": "\\u0000"}', '{"disk_dir": "\\ud800"}'],
 )  # fmt: skip
 def test_any_environment_starts_or_ends_with_a_sentence(text: str) -> None:
-    assert not _tries(lambda: check_machine(HierKVConfig.from_json(text)), text[:40])
+    assert not _tries(lambda: check_machine(HierKVConfig.from_json(text, {})), text[:40])
 
 
 def test_what_is_printed_names_no_more_than_it_needs() -> None:
     values = {"remote_url": f"redis://u:{SECRET}@h"}
     for text in (json.dumps(values)[:-1], json.dumps([values])):
         with pytest.raises(HierKVConfigError) as caught:
-            HierKVConfig.from_json(text)
+            HierKVConfig.from_json(text, {})
         assert SECRET not in str(caught.value)
 
 

@@ -187,6 +187,16 @@ def test_a_start_removes_folders_in_which_nothing_lies(tmp_path: Path) -> None:
     assert other.read_text() == "not ours"
 
 
+def check_loaded(rig: Rig, mine: np.ndarray) -> None:
+    """A request's plan brings all of these pages to DRAM, as they were saved."""
+    plan = rig.store.plan(rig.space, mine)
+    assert plan is not None
+    rig.wait(plan)
+    check_content(rig, mine)
+    rig.store.cancel_plan(plan)
+    rig.store.check()
+
+
 def test_a_namespace_that_opens_late_finds_what_a_former_run_left(make: Make) -> None:
     """Pages that were stored since are those of now; the others come from the disk."""
     mine = left_by_a_former_run(make)
@@ -199,12 +209,7 @@ def test_a_namespace_that_opens_late_finds_what_a_former_run_left(make: Make) ->
     opened(rig)
     rig.settle()
     assert rig.on_disk(mine) == 8
-    plan = rig.store.plan(rig.space, mine)
-    assert plan is not None
-    rig.wait(plan)
-    check_content(rig, mine)
-    rig.store.cancel_plan(plan)
-    rig.store.check()
+    check_loaded(rig, mine)
 
 
 def test_a_clear_before_a_namespace_is_open_leaves_nothing_of_it(make: Make) -> None:
@@ -377,9 +382,4 @@ def test_what_waits_for_a_failing_disk_is_bounded(
         assert rig.store.locate_prefix(rig.space, mine).here == 0
         return
     assert rig.store.locate_prefix(rig.space, mine).disk == len(mine)
-    plan = rig.store.plan(rig.space, mine)
-    assert plan is not None
-    rig.wait(plan)
-    check_content(rig, mine)
-    rig.store.cancel_plan(plan)
-    rig.store.check()
+    check_loaded(rig, mine)
