@@ -24,6 +24,7 @@ ENVIRONMENTS = ROOT / "build" / "pythons"
 # Of those with servers: restored answers bit for bit, every interface of SGLang's, its events.
 TESTS = (
     "tests/unit",
+    "tests/processes",
     "tests/tiers",
     "tests/e2e/reuse/test_equality.py",
     "tests/e2e/start/test_interfaces.py",

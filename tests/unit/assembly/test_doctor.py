@@ -9,7 +9,6 @@ import os
 import re
 import resource
 import socket
-import subprocess
 import sys
 import threading
 from dataclasses import replace
@@ -466,26 +465,6 @@ def test_what_is_no_model_is_refused_where_sglang_cannot_be_imported(
     assert "there is no such folder" in checks["model"]["text"]
     status, checks = run(capsys, *SMALL, "--model-path", "meta-llama/Llama-3.1-8B")
     assert (status, checks["model"]["state"]) == (0, "warning")
-
-
-def test_in_a_checkout_without_a_gpu_it_says_whether_a_model_is_served() -> None:
-    """The command itself: what tests put on the path, and servers are given, it does not have."""
-    command = [Path(sys.executable).with_name("hier-kv"), "doctor", *SMALL]
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTHONPATH", "SGLANG_USE_CPU_ENGINE")
-    }
-    done = subprocess.run(
-        [*map(str, command), "--model-path", str(TINYLM)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "\nmodel: ok. Of it SGLang keeps K and V of every head" in done.stdout
-    assert 'docs/compatibility.md, "Modes"' in done.stdout
 
 
 def test_what_is_said_of_a_kind_stands_alone() -> None:

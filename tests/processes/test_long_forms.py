@@ -13,7 +13,7 @@ import pytest
 
 from tests import long_form
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 NAMED_IN = ("docs/compatibility.md", "sglang_ext/settings/model_kinds.py")
 
 SAMPLED = """

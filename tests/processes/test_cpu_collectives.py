@@ -16,7 +16,7 @@ from torch import distributed
 
 from runtime_cpu.plugins.sglang_cpu import collectives
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 SHAPES = [(1, 256), (3, 5, 7), (513, 64), (1,)]
 
 
