@@ -10,7 +10,6 @@ all of them and read the model's configuration (both in the main process, before
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +43,7 @@ from sglang_ext.settings.untried import (
     of_match,
     older_release,
 )
-from sglang_ext.settings.values import is_set
+from sglang_ext.settings.values import ALLOW_UNTESTED, is_set
 
 DEFAULT_PAGE_SIZE = 64
 # By name, as the classes of other devices and pools are subclasses of these.
@@ -149,12 +148,12 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
         )
     _check_values(resolved.values.get, resolved.given.get, config)
     unknown = unknown_arguments(resolved.defaults.items(), resolved.given.get)
-    if unknown and not _untested_is_allowed():
+    if unknown and not is_set(ALLOW_UNTESTED):
         name = unknown[0]
         _refuse(
             "arguments that it was tested with",
             f"--{flag(name)} {resolved.given[name]}, which this plugin does not know",
-            "leave it out or set SGLANG_HIER_KV_ALLOW_UNTESTED=1",
+            f"leave it out or set {ALLOW_UNTESTED}=1",
         )
     if resolved.model_kind in _WINDOW_KINDS:
         _check_windows(resolved, config)
@@ -502,10 +501,6 @@ def check_ranks(sizes: Mapping[str, int]) -> None:
     for name, size in sizes.items():
         if size > 1:
             _refuse(f"one rank of {name}", f"{size}", "spread the model with --tp-size")
-
-
-def _untested_is_allowed() -> bool:
-    return os.environ.get("SGLANG_HIER_KV_ALLOW_UNTESTED") == "1"
 
 
 def _refuse(expected: str, found: str, advice: str) -> None:

@@ -30,6 +30,10 @@ def is_set(variable: str) -> bool:
     return os.environ.get(variable, "").lower() in YES
 
 
+ALLOW_UNTESTED = "SGLANG_HIER_KV_ALLOW_UNTESTED"
+"""The switch of the environment that lets untested code and unknown arguments of SGLang run."""
+
+
 def shown(value: object) -> str:
     """What was given, for a message."""
     try:

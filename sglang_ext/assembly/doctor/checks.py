@@ -23,11 +23,12 @@ from sglang_ext.assembly.preflight import check_free, check_machine, room_bytes,
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.source import ContractError, SGLangSource
 from sglang_ext.seam.contract.symbols import SYMBOLS
-from sglang_ext.seam.contract.verdict import ALLOW_UNTESTED, examine, installed
+from sglang_ext.seam.contract.verdict import examine, installed
 from sglang_ext.seam.model_kind import kind_of_folder
 from sglang_ext.settings.compat import Resolved, check_resolved
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.settings.model_kinds import MODEL_KINDS
+from sglang_ext.settings.values import ALLOW_UNTESTED, is_set
 from sglang_ext.tiers.disk.segments.fileio import FileIO, direct_io_works
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.memory import available_bytes
@@ -139,7 +140,7 @@ def check_sglang(place: Path | None = None) -> Check:
     told = [f"{one.symbol} is written differently (hooked only)" for one in verdict.changed]
     told += [f"{one.symbol} is written differently (called only)" for one in verdict.called]
     details = [*map(str, verdict.broken), *differs, *told]
-    allowed = os.environ.get(ALLOW_UNTESTED) == "1"
+    allowed = is_set(ALLOW_UNTESTED)
     refusal = verdict.refusal(allow_untested=allowed, others=_BELOW)
     if refusal:
         return Check("sglang", "refused", refusal, details)

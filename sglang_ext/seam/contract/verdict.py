@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
@@ -16,11 +15,11 @@ from packaging.version import InvalidVersion, Version
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.source import ContractError, SGLangSource, Shape, at_most
 from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol, Use
+from sglang_ext.settings.values import ALLOW_UNTESTED, is_set
 
 logger = logging.getLogger(__name__)
 
 TESTED_FILE = Path(__file__).with_name("tested.json")
-ALLOW_UNTESTED = "SGLANG_HIER_KV_ALLOW_UNTESTED"
 _NAMED_AT_MOST = 3  # in a sentence; `hier-kv doctor` lists all
 _BY_DOCTOR = "`hier-kv doctor` lists them"
 
@@ -191,7 +190,7 @@ def check_contract() -> None:
         verdict = examine(installed())
     except ContractError as error:
         raise HierKVConfigError(f"--enable-hier-kv reads SGLang's source: {error}") from error
-    refusal = verdict.refusal(allow_untested=os.environ.get(ALLOW_UNTESTED) == "1")
+    refusal = verdict.refusal(allow_untested=is_set(ALLOW_UNTESTED))
     if refusal:
         raise HierKVConfigError(refusal)
     if not verdict.is_tested:

@@ -22,6 +22,7 @@ from typing import Any
 
 from sglang_ext.seam.contract import verdict
 from sglang_ext.seam.contract.source import SGLangSource
+from sglang_ext.settings.values import ALLOW_UNTESTED
 
 
 def main() -> None:
@@ -37,7 +38,7 @@ def main() -> None:
     for case in json.load(sys.stdin):
         place = case.get("sglang")
         verdict.installed = partial(SGLangSource, Path(place)) if place else true_installed
-        os.environ[verdict.ALLOW_UNTESTED] = "1" if case.get("allow_untested") else ""
+        os.environ[ALLOW_UNTESTED] = "1" if case.get("allow_untested") else ""
         resolve, env = bool(case.get("resolve")), case.get("env", {})
         os.environ.update(env)
         out.append(_parse(prepare_server_args, names, case["argv"], resolve))

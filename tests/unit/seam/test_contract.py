@@ -200,7 +200,7 @@ def test_the_variable_that_the_docs_name_lets_untested_code_run(
     monkeypatch.setattr(verdict_module, "installed", lambda: SGLangSource(copy.folder))
     with pytest.raises(HierKVConfigError, match=f"or set {variable}=1 to run untested"):
         check_contract()
-    monkeypatch.setenv(variable, "1")
+    monkeypatch.setenv(variable, "True")  # each word that SGLang takes for yes
     with caplog.at_level(logging.WARNING):
         check_contract()
     assert str(symbol) in caplog.text
