@@ -27,7 +27,7 @@ _MIN_HOST_BYTES = 64 << 10
 _MIN_SEGMENT_BYTES = 4096
 CODED_TIERS = ("host", "disk", "remote")
 PREFETCH_POLICIES = ("cost", "best_effort", "wait_complete", "timeout")
-# With less a cut would drop next to nothing, or nothing, and a long prompt pass thousands of places.
+# With less a cut drops nothing, or so little that a long prompt passes thousands of places.
 TRUNCATION_RATIOS = (0.01, 0.99)
 GIB = 1 << 30
 
