@@ -27,6 +27,8 @@ _MIN_HOST_BYTES = 64 << 10
 _MIN_SEGMENT_BYTES = 4096
 CODED_TIERS = ("host", "disk", "remote")
 PREFETCH_POLICIES = ("cost", "best_effort", "wait_complete", "timeout")
+# With less a cut drops nothing, or so little that a long prompt passes thousands of places.
+TRUNCATION_RATIOS = (0.01, 0.99)
 GIB = 1 << 30
 
 
@@ -326,9 +328,10 @@ class HierKVConfig:
             )
 
     def _validate_truncation(self) -> None:
-        if not 0 < self.truncation_ratio < 1:
+        least, most = TRUNCATION_RATIOS
+        if not least <= self.truncation_ratio <= most:
             raise HierKVConfigError(
-                "--hier-kv-truncation-ratio must lie between 0 and 1, got "
+                f"--hier-kv-truncation-ratio must lie between {least:g} and {most:g}, got "
                 f"{self.truncation_ratio:g}; give a share such as 0.5."
             )
         if self.truncation_head < 0:

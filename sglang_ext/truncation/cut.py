@@ -32,6 +32,8 @@ from typing import TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.settings.config import TRUNCATION_RATIOS
+
 I64 = npt.NDArray[np.int64]
 _T = TypeVar("_T")
 
@@ -148,8 +150,11 @@ class CutRule:
     align: int = 1
 
     def __post_init__(self) -> None:
-        if not 0 < self.ratio < 1:
-            raise ValueError(f"the truncation ratio lies between 0 and 1, got {self.ratio}")
+        least, most = TRUNCATION_RATIOS
+        if not least <= self.ratio <= most:
+            raise ValueError(
+                f"the truncation ratio lies between {least:g} and {most:g}, got {self.ratio}"
+            )
         if self.head_tokens < 0 or self.align < 1:
             raise ValueError(
                 f"head tokens must not be negative and the alignment at least 1, got "

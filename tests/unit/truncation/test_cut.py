@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from sglang_ext.settings.config import TRUNCATION_RATIOS
 from sglang_ext.truncation.cut import CutRefusedError, CutRule, Messages
 
 
@@ -59,6 +60,9 @@ def test_a_head_that_leaves_nothing_is_refused_in_one_sentence() -> None:
     [
         ({"ratio": 0.0}, "ratio"),
         ({"ratio": 1.0}, "ratio"),
+        ({"ratio": 1e-9}, "between 0.01 and 0.99"),  # no token would go, and no cut would end
+        ({"ratio": 0.999999}, "between 0.01 and 0.99"),
+        ({"ratio": float("nan")}, "ratio"),
         ({"head_tokens": -1}, "head"),
         ({"align": 0}, "alignment"),
         ({"head_tokens": 990}, "head of 990"),
@@ -67,6 +71,13 @@ def test_a_head_that_leaves_nothing_is_refused_in_one_sentence() -> None:
 def test_values_that_cannot_work_are_refused(values: dict[str, float], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CutRule(1000, **values)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ratio", TRUNCATION_RATIOS)
+def test_the_least_and_the_most_ratio_cut_a_long_prompt(ratio: float) -> None:
+    cut = CutRule(4096, ratio=ratio).cut(8 * 4096, 3800, 4)
+    assert 16 <= cut.num_kept <= 3800
+    assert len(cut.starts) <= 8 / ratio
 
 
 def test_room_is_the_wish_up_to_half_of_the_context() -> None:
