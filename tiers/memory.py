@@ -89,6 +89,22 @@ def populate(address: int, num_bytes: int) -> bool:
     raise OSError(code, os.strerror(code))
 
 
+def keep_from_children(address: int, num_bytes: int) -> None:
+    """Leaves `[address, address + num_bytes)` out of the memory of processes forked from now on.
+
+    For page-locked memory that is this process' alone: a fork shares its pages until one side
+    writes to them, and gives that side another page then. A device would go on with the first one,
+    past whoever has the other. A kernel that copies such pages instead does so at each fork, of all
+    there are.
+
+    Raises:
+        OSError: The kernel refuses, as of an address where nothing is mapped.
+    """
+    if _libc.madvise(address, num_bytes, mmap.MADV_DONTFORK):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
+
+
 def available_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """Memory, in bytes, that can still be committed: the least of the machine's and the cgroups'.
 

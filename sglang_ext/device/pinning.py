@@ -10,6 +10,7 @@ from typing import Any
 from sglang_ext.device.ports import numa
 from sglang_ext.device.ports.cudart import forget_error
 from sglang_ext.tiers.host import HostArena
+from sglang_ext.tiers.memory import keep_from_children
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ def pin_memory(
     """Registers the arena with CUDA; where that fails, copies are slower but right.
 
     Whole slots at a time: no copy crosses the border of two registrations. They end before the
-    arena's memory does, or with the process.
+    arena's memory does, or with the process. Processes that are forked have none of it.
 
     Args:
         arena: the memory.
@@ -71,6 +72,7 @@ def pin_memory(
     Returns:
         Bytes that are page-locked.
     """
+    keep_from_children(arena.address, arena.nbytes)
     slots_a_chunk = max(1, chunk_bytes // arena.slot_bytes)
     pinned: list[int] = []
     done = 0

@@ -23,6 +23,10 @@ def test_compiles_without_a_gpu() -> None:
     assert "all kernels compiled" in run_module("tests.kernels.rope.compile_rope")
 
 
+def test_requests_launch_what_was_compiled_at_start() -> None:
+    assert "all compiled at start" in run_module("tests.kernels.rope.launch_kinds")
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("rule", RULES)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import os
+import signal
 import subprocess
 import threading
 import time
@@ -377,3 +379,35 @@ def test_registrations_end_before_the_memory_does() -> None:
     assert runtime.unregistered == [(address + 2 * 8192, b"here"), (address, b"here")]
     arena.close()
     assert len(runtime.unregistered) == 2  # and not at exit, either
+
+
+def test_no_child_shares_pages_that_are_page_locked() -> None:
+    """Else a write after a fork moves the page away from the one that CUDA copies from and to."""
+    arena = HostArena(3, 8192)
+    try:
+        arena.slots[:] = 1
+        assert _shared_with_a_child(arena) == arena.nbytes  # of which no device knows
+        pin_memory(arena, Runtime())
+        assert _shared_with_a_child(arena) == 0
+    finally:
+        arena.close()
+
+
+def _shared_with_a_child(arena: HostArena) -> int:
+    """Bytes of the arena that a process has which is forked now, by the kernel's own list.
+
+    It does nothing but wait for its end: other threads may have held locks when it began.
+    """
+    libc = ctypes.PyDLL(None)
+    child = libc.fork()
+    if child == 0:
+        libc.pause()
+    assert child > 0
+    try:
+        maps = Path(f"/proc/{child}/maps").read_text()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    spans = [line.split()[0].split("-") for line in maps.splitlines()]
+    begin, end = arena.address, arena.address + arena.nbytes
+    return sum(max(0, min(end, int(b, 16)) - max(begin, int(a, 16))) for a, b in spans)
