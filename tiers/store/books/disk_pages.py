@@ -26,7 +26,8 @@ _BETWEEN_S = 0.0005
 class DiskPages:
     """The disk tier's keeper (see `disk/disk_context.py`), and what its segments are to the table.
 
-    Methods take the table's lock, but those behind the line.
+    Methods take the table's lock, but those behind the line. It has many methods because a keeper
+    is asked many things, and each answer is made whole under the lock.
 
     Args:
         table: the pages.
