@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -311,6 +312,9 @@ class DiskTier(Tier, OwnerCallbacks):
         counters.add("bytes_written", result.bytes_written)
         if result.state not in _QUIET:
             counters.error(result.state.value)
+        if result.is_partly_unread:
+            unread = OSError(errno.EIO, "blocks of it could not be read", path.name)
+            self._context.failed("io_read", unread)
         if result.state is SegmentState.LOCKED:
             what = f"segments of the disk folder {self._config.path} are of another key, or of none"
             told = "are not read (disk_errors_locked_segment; docs/security.md, Keys)"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import msgpack
@@ -13,6 +14,7 @@ import pytest
 from sglang_ext.tiers.disk.folder import FolderLock, SharedFolderLock
 from sglang_ext.tiers.disk.offline import removal
 from sglang_ext.tiers.disk.segments.fileio import FileIO
+from sglang_ext.tiers.disk.segments.layout import decode_header, encode_header
 from sglang_ext.tiers.disk.segments.sealing import write_footer
 from sglang_ext.tiers.records.seals import CHECKSUMS, RecordSeals
 from tests.tiers.protection_cases import OTHER_KEY, seals
@@ -139,6 +141,21 @@ def _sealing(mode: str) -> RecordSeals:
 
 def _key_of(folder: Path, mode: str) -> list[object]:
     return [] if mode == "plain" else with_key(folder)
+
+
+def test_a_header_of_an_impossible_length_keeps_no_page_in(tmp_path: Path, capsys: Capture) -> None:
+    """A file is made as long as its header says while a page is taken out of it."""
+    places = write_folder(tmp_path)
+    path = segment_of(tmp_path, places[0])
+    data = bytearray(path.read_bytes())
+    header = decode_header(bytes(data[:4096]))
+    assert header is not None
+    data[:4096] = encode_header(replace(header, file_bytes=(1 << 64) - 1))
+    path.write_bytes(data)
+    damage(tmp_path, places[0])
+    status, out, err = run(capsys, "prune", tmp_path, "--damaged")
+    assert (status, out.count("removed 1 damaged page")) == (0, 1), err
+    assert readable(tmp_path, places) == set(places) - {0}
 
 
 def test_a_segment_of_damaged_pages_only_goes(tmp_path: Path, capsys: Capture) -> None:

@@ -41,10 +41,12 @@ class Appended:
     Attributes:
         locations: of the records that are stored, the leading ones.
         failed: the disk failed; the rest were not stored, whatever they hold.
+        end_block: behind the places of all of them; where the disk failed, it was before this.
     """
 
     locations: list[Location]
     failed: bool
+    end_block: int
 
 
 @dataclass(slots=True)
@@ -220,7 +222,8 @@ class ActiveSegment:
         self._note(metas, places[:stored], blocks[:stored])
         context.catalog.grow(self.segment, self._end_block())
         locations = [Location(self.segment.segment_id, place) for place in places[:stored]]
-        return Appended(locations, bool(batch.failed))
+        end_block = max(map(sum, zip(places, blocks, strict=True)), default=self._end_block())
+        return Appended(locations, bool(batch.failed), end_block)
 
     def pages(self) -> RecoveredPages:
         """Returns the records written so far."""
@@ -232,27 +235,58 @@ class ActiveSegment:
         When the disk fails at it, the failure is counted and the segment can still be read: a
         later process finds its records one by one.
         """
-        context, segment = self._context, self.segment
-        end, table = segment.file_bytes, self._final_table()
+        end = self.segment.file_bytes
         try:
-            end = write_footer(
-                context.io,
-                self._fd,
-                table,
-                segment.segment_id,
-                segment.namespace,
-                sync=context.config.fsync != "none",
-                seal=context.seals.footers,
-                failpoint=context.failpoint,
-            )
-            footer_bytes = end - table.end_block * BLOCK_BYTES
-            context.counters.add("bytes_written", footer_bytes)
+            end = self._write_footer(self._final_table())
         except OSError as error:
-            context.failed("io_seal", error)
+            self._context.failed("io_seal", error)
         finally:
             self.close()
-        context.catalog.mark_sealed(segment, end)
-        context.counters.add("segments_sealed")
+        self._note_sealed(end)
+
+    def seal_behind(self, end_block: int) -> bool:
+        """Seals after a failed write, where the disk takes the footer behind what it did not take.
+
+        A place may be bad and the disk well: whoever went on with this segment would write to that
+        place for ever. Of a segment that is sealed so no free place is written to any more.
+
+        Args:
+            end_block: behind the places of that write.
+
+        Returns:
+            Whether it is sealed; where the disk takes nothing it is open as before.
+        """
+        table = self._final_table()
+        table.add_holes(end_block - table.end_block)
+        try:
+            end = self._write_footer(table)
+        except OSError:
+            table.strip_holes()
+            return False
+        self.close()
+        self.segment.write_failed = True
+        self._context.catalog.grow(self.segment, table.end_block)
+        self._note_sealed(end)
+        return True
+
+    def _write_footer(self, table: SegmentTable) -> int:
+        context, segment = self._context, self.segment
+        end = write_footer(
+            context.io,
+            self._fd,
+            table,
+            segment.segment_id,
+            segment.namespace,
+            sync=context.config.fsync != "none",
+            seal=context.seals.footers,
+            failpoint=context.failpoint,
+        )
+        context.counters.add("bytes_written", end - table.end_block * BLOCK_BYTES)
+        return end
+
+    def _note_sealed(self, file_bytes: int) -> None:
+        self._context.catalog.mark_sealed(self.segment, file_bytes)
+        self._context.counters.add("segments_sealed")
 
     def close(self) -> None:
         """Closes the file without sealing it."""

@@ -25,6 +25,7 @@ class Segment:
         sealed: whether the file has its footer, or will get none.
         packed: whether records take the blocks they fill, and not whole slots.
         read_since_open: whether `last_used` is newer than the file's own time.
+        write_failed: whether the disk did not take what was written to it.
     """
 
     segment_id: int
@@ -37,6 +38,7 @@ class Segment:
     sealed: bool
     packed: bool = False
     read_since_open: bool = False
+    write_failed: bool = False
 
 
 @dataclass(slots=True)
@@ -68,7 +70,8 @@ class Namespace:
 
     def can_reuse(self, segment: Segment) -> bool:
         """Whether records written now may lie beside those of this segment, which can be read."""
-        return segment.slot_bytes == self.slot_bytes and segment.packed == self.packed
+        is_alike = segment.slot_bytes == self.slot_bytes and segment.packed == self.packed
+        return is_alike and not segment.write_failed
 
 
 class Catalog:

@@ -67,6 +67,8 @@ SEAL_BYTES = 56
 FLAG_PRESENT = 1  # stored on disk; never renumber
 MAX_SLOTS = 1 << 20
 """Most records in a segment."""
+MAX_FILE_BYTES = BLOCK_BYTES << 32
+"""Longest segment: blocks have numbers of 32 bits."""
 
 _HEADER = struct.Struct("<4sHHIIQQ32s")
 _FOOTER = struct.Struct("<4sHHII")
@@ -255,6 +257,8 @@ def decode_header(block: bytes) -> SegmentHeader | None:
     if version < SLOTTED_VERSION or length != BLOCK_BYTES:
         return None
     if slot_bytes == 0 or slot_bytes % BLOCK_BYTES or num_slots > MAX_SLOTS:
+        return None
+    if file_bytes > MAX_FILE_BYTES:  # a file is made so long before its places are filled again
         return None
     packed, protected = _kind(version)
     return SegmentHeader(

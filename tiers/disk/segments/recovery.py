@@ -9,12 +9,16 @@ one that was never sealed, but not zeros there. All are then sealed.
 
 Where records are packed, the length in one record's header leads to the next, and behind damage
 the search goes on block by block. Holes of a sparse file are passed over unread, however long.
+
+Blocks that the disk does not give cost the records that lie there. The file is left as it is then:
+the next start may be given more.
 """
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import os
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +50,7 @@ from sglang_ext.tiers.records.seals import CHECKSUMS, FooterSeal, RecordSeals
 
 _TAIL_BYTES = 64 << 10
 _SCAN_BYTES = 8 << 20
+_MOST_UNREAD = 64  # blocks that a disk does not give: each may take it seconds, and the search ends
 
 
 class SegmentState(enum.Enum):
@@ -73,6 +78,8 @@ class Recovered:
         file_bytes: the file's size now.
         packed: whether records take the blocks they fill, and not whole slots.
         bytes_written: what sealing wrote.
+        is_partly_unread: whether there are blocks, of records or of the table, that the disk did
+            not give.
     """
 
     state: SegmentState
@@ -81,6 +88,7 @@ class Recovered:
     file_bytes: int
     packed: bool = False
     bytes_written: int = 0
+    is_partly_unread: bool = False
 
 
 def recover_segment(
@@ -114,7 +122,7 @@ def recover_segment(
     try:
         fd = io.open(path, os.O_RDWR)
     except OSError:
-        return _nothing(SegmentState.UNREADABLE, 0)
+        return found  # it cannot be written to, as it was read all the same
     try:
         end = write_footer(io, fd, table, segment_id, namespace, sync=sync, seal=seals.footers)
     except OSError:
@@ -174,7 +182,11 @@ def _read_or_scan(
     past_holes: bool,
 ) -> tuple[Recovered, SegmentTable | None]:
     is_protected = seals.footers is not None
-    trailer, pages = read_footer(io, path, file_bytes, seals.footers)
+    trailer, pages, tail_error = None, None, None
+    try:
+        trailer, pages = read_footer(io, path, file_bytes, seals.footers)
+    except OSError as error:
+        tail_error = error
     if trailer is not None:
         if (trailer.segment_id, trailer.namespace) != (segment_id, namespace):
             return _nothing(SegmentState.FOREIGN, file_bytes), None
@@ -197,7 +209,12 @@ def _read_or_scan(
     # footer ends right there. The last block tells: it is zeros until a footer is begun, and ends
     # with zeros until that is whole.
     end_block = b""
-    if header is not None and file_bytes == header.file_bytes and trailer is None:
+    if (
+        header is not None
+        and file_bytes == header.file_bytes
+        and trailer is None
+        and tail_error is None
+    ):
         end_block = read_small(io, path, file_bytes - BLOCK_BYTES, BLOCK_BYTES)
     never_sealed = bool(end_block) and not any(end_block[-CHECKSUM_BYTES:])
     was_reopened = (
@@ -207,16 +224,27 @@ def _read_or_scan(
     source = header or trailer
     table = SegmentTable(slot_bytes // BLOCK_BYTES, packed=source is None or source.packed)
     stop_at_hole = never_sealed and not any(end_block) and not past_holes
-    begun = _scan(io, path, namespace, table, seals, stop_at_hole=stop_at_hole)
+    places = _Places(io, stop_at_hole=stop_at_hole)
+    begun = _scan(places, path, namespace, table, seals)
+    is_partly_unread = tail_error is not None or bool(places.unread)
     if not len(table):
+        if is_partly_unread:
+            raise tail_error or OSError(errno.EIO, "no block of a record was read")
         if is_protected and begun:
             return _nothing(SegmentState.LOCKED, file_bytes), None
         ours = header is not None or trailer is not None
         return _nothing(SegmentState.EMPTY if ours else SegmentState.FOREIGN, file_bytes), None
     scanned = never_sealed or was_reopened
     state = SegmentState.RESEALED if scanned else SegmentState.DAMAGED_FOOTER
-    pages = table_pages(table, segment_id)
-    return Recovered(state, pages, table.end_block, file_bytes, table.packed), table
+    found = Recovered(
+        state,
+        table_pages(table, segment_id),
+        table.end_block,
+        file_bytes,
+        table.packed,
+        is_partly_unread=is_partly_unread,
+    )
+    return found, None if is_partly_unread else table
 
 
 def read_footer(
@@ -241,14 +269,51 @@ def read_footer(
     return trailer, decode_footer(tail[-trailer.footer_bytes :], trailer, seal)
 
 
+class _Places:
+    """Reads what a segment holds, as far as the disk gives it.
+
+    Attributes:
+        stop_at_hole: whether nothing is looked for behind the first place without a record. Not
+            where that is one which the disk does not give: acknowledged ones lie behind it.
+        unread: numbers of the blocks that the disk did not give.
+    """
+
+    def __init__(self, io: FileIO, *, stop_at_hole: bool) -> None:
+        self.io = io
+        self.stop_at_hole = stop_at_hole
+        self.unread: set[int] = set()
+
+    def fill(self, fd: int, buffer: ByteArray, first: int) -> int:
+        """Reads from a block on; zeros stand for what is not to be had.
+
+        Returns:
+            How many blocks: fewer than asked only at the file's end, or where too much is not.
+        """
+        try:
+            return read_all(self.io, fd, [buffer], first * BLOCK_BYTES) // BLOCK_BYTES
+        except OSError:
+            num_blocks = buffer.size // BLOCK_BYTES
+        if num_blocks > 1:
+            half = num_blocks // 2 * BLOCK_BYTES
+            done = self.fill(fd, buffer[:half], first)
+            if done * BLOCK_BYTES < half:
+                return done
+            return done + self.fill(fd, buffer[half:], first + done)
+        if len(self.unread) == _MOST_UNREAD:
+            return 0
+        self.unread.add(first)
+        buffer[:] = 0
+        return 1
+
+    def ends_at(self, block: int, num_blocks: int) -> bool:
+        """Whether the search is over, as no record lies at a place."""
+        if self.unread and any(at in self.unread for at in range(block, block + num_blocks)):
+            self.stop_at_hole = False
+        return self.stop_at_hole
+
+
 def _scan(
-    io: FileIO,
-    path: Path,
-    namespace: bytes,
-    table: SegmentTable,
-    seals: RecordSeals,
-    *,
-    stop_at_hole: bool,
+    places: _Places, path: Path, namespace: bytes, table: SegmentTable, seals: RecordSeals
 ) -> bool:
     """Reads and verifies the records in order and enters them into an empty table.
 
@@ -256,30 +321,31 @@ def _scan(
         Whether something that was read begins as a record and is none, as one of another key.
 
     Raises:
-        OSError: the disk failed.
+        OSError: the file cannot be opened.
     """
-    slot_blocks, begun = table.slot_blocks, False
+    io, slot_blocks, begun = places.io, table.slot_blocks, False
     buffer = aligned_array(
         max(2, _SCAN_BYTES // (slot_blocks * BLOCK_BYTES)) * slot_blocks * BLOCK_BYTES
     )
     fd = io.open(path, os.O_RDONLY)
     try:
-        while (data := _skip_hole(io, fd, table, stop_at_hole=stop_at_hole)) is not None:
+        while (data := _skip_hole(io, fd, table, stop_at_hole=places.stop_at_hole)) is not None:
             first = table.end_block
             wanted = buffer
             if (hole := io.next_hole(fd, data)) is not None:  # where no record begins
                 wanted = buffer[: (-(-hole // BLOCK_BYTES) - first + slot_blocks) * BLOCK_BYTES]
-            num_blocks = read_all(io, fd, [wanted], first * BLOCK_BYTES) // BLOCK_BYTES
+            num_blocks = places.fill(fd, wanted, first)
             is_end = num_blocks * BLOCK_BYTES < wanted.size
             # What may reach beyond the buffer waits for the next one, which begins with it.
             stop = first + num_blocks - (1 if is_end and table.packed else slot_blocks)
             while table.end_block <= stop and len(table) < MAX_SLOTS:
                 at = (table.end_block - first) * BLOCK_BYTES
                 rest = buffer[at : num_blocks * BLOCK_BYTES][: slot_blocks * BLOCK_BYTES]
+                place = table.end_block
                 if _add_if_record(table, rest, namespace, seals):
                     continue
                 begun |= _begins_as_record(rest)
-                if stop_at_hole:
+                if places.ends_at(place, slot_blocks):
                     return begun
             if is_end or len(table) >= MAX_SLOTS:
                 break

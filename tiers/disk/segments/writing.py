@@ -97,6 +97,7 @@ class Writer:
             rows = [row for row in rows[len(done.locations) :] if row not in batch.refused]
             if done.failed:
                 self._context.counters.drop("io", len(rows))
+                self._leave(active, done.end_block)
                 break
             self._reclaim_early(namespace, active)
         self._withdraw_reclaimed(namespace, locations)
@@ -149,6 +150,19 @@ class Writer:
         counters.add("useful_bytes", sum(batch.payload_bytes[:num_stored]))
         for reason in batch.refused.values():
             counters.drop(reason)
+
+    def _leave(self, active: ActiveSegment, end_block: int) -> None:
+        """Goes on in another segment after a failed write, unless the disk takes nothing at all.
+
+        To open others, and to give up pages for it, would mend nothing then.
+        """
+        segment = active.segment
+        is_empty = segment.end_block == 1
+        if not active.seal_behind(end_block):
+            return
+        del self.actives[segment.namespace]
+        if is_empty:
+            self.reclaimer.drop(segment)
 
     def _withdraw_reclaimed(self, namespace: Namespace, locations: list[Location | None]) -> None:
         """Hands out no location whose segment went to make room for the rest of its own batch."""

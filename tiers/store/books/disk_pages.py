@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import numpy as np
@@ -16,11 +17,17 @@ from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.write_policy import WritePolicy
 from sglang_ext.tiers.store.types import FILLING, READY, Hashes, KeySpace, Rows
 
+# Recovered pages that are entered under one hold of the lock: a few milliseconds.
+_ENTERED_AT_ONCE = 2048
+# Between two holds. Who waits for a lock that is taken again at once does not get it.
+_BETWEEN_S = 0.0005
+
 
 class DiskPages:
     """The disk tier's keeper (see `disk/disk_context.py`), and what its segments are to the table.
 
-    Methods take the table's lock, but those behind the line.
+    Methods take the table's lock, but those behind the line. It has many methods because a keeper
+    is asked many things, and each answer is made whole under the lock.
 
     Args:
         table: the pages.
@@ -41,7 +48,8 @@ class DiskPages:
         """Enters pages that a former run left on disk; returns how many found room.
 
         Of a page that is there twice the best copy counts, of equal ones the last. One that was
-        stored since this server started stays as it is.
+        stored since this server started stays as it is. The lock is given back again and again:
+        there may be millions, and a server that is given former weights goes on meanwhile.
 
         Args:
             space: where they belong.
@@ -51,18 +59,31 @@ class DiskPages:
         if pages.quality.any():
             self._table.has_inexact = True
             pages = pages.take(np.argsort(~pages.quality, kind="stable"))
-        with self._table.lock:
-            if is_void():
-                return 0
-            is_new = self._index.lookup(pages.hashes, space.number) < 0
-            rows, _ = self._index.insert(pages.hashes, space.number)
-            known = is_new & (rows >= 0)
-            rows = rows[known]
-            self._table.place(rows, pages.take(known))
-            self._index.quality[rows] = self._index.disk_quality[rows]
-            if self._table.disk_order is not None:  # copies that do not count, holes
-                self._table.disk_order.note_thin(pages.segment)
-            return int(known.sum())
+        counted = pages.take(_last_of_each(pages.hashes))
+        if len(counted) < len(pages):  # copies that do not count: holes
+            self.leave_out(pages)
+        total = 0
+        for first in range(0, len(counted), _ENTERED_AT_ONCE):
+            if first:
+                time.sleep(_BETWEEN_S)
+            part = counted.take(np.arange(first, min(first + _ENTERED_AT_ONCE, len(counted))))
+            with self._table.lock:
+                if is_void():
+                    break
+                total += self._enter(space, part)
+        return total
+
+    def _enter(self, space: KeySpace, pages: RecoveredPages) -> int:
+        """The same of pages none of which is there twice; the caller holds the lock."""
+        is_new = self._index.lookup(pages.hashes, space.number) < 0
+        rows, _ = self._index.insert(pages.hashes, space.number)
+        known = is_new & (rows >= 0)
+        rows = rows[known]
+        self._table.place(rows, pages.take(known))
+        self._index.quality[rows] = self._index.disk_quality[rows]
+        if self._table.disk_order is not None:  # copies that do not count, holes
+            self._table.disk_order.note_thin(pages.segment)
+        return int(known.sum())
 
     def leave_out(self, pages: RecoveredPages) -> None:
         """Notes that records which a former run left are no pages; their places are used again."""
@@ -272,3 +293,15 @@ class DiskPages:
         if dropped is not None:
             table.events.pages("lost", dropped[~in_dram])
             table.events.pages("reclaimed", dropped[in_dram])
+
+
+def _last_of_each(hashes: Hashes) -> Rows:
+    """Rows of the last of equal hashes, ascending."""
+    words = np.ascontiguousarray(hashes).view(np.uint64)
+    firsts = np.sort(words[:, 0])
+    if not (firsts[1:] == firsts[:-1]).any():  # as nearly always, and far less to sort
+        return np.arange(len(words))
+    order = np.lexsort(words.T)  # of equal ones the last stays the last
+    words = words[order]
+    is_last = np.append((words[1:] != words[:-1]).any(axis=1), True)
+    return np.sort(order[is_last])

@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.index import PageIndex
+from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.key_spaces import KEPT_NAMESPACES
 from sglang_ext.tiers.store.openings import Opening, Openings
 from sglang_ext.tiers.store.types import Epoch
@@ -383,3 +385,48 @@ def test_what_waits_for_a_failing_disk_is_bounded(
         return
     assert rig.store.locate_prefix(rig.space, mine).disk == len(mine)
     check_loaded(rig, mine)
+
+
+class _CountingLock:
+    """The table's lock, and how many rows came to the index under each hold of it."""
+
+    def __init__(self, table: PageTable) -> None:
+        self._lock, self._index = table.lock, table.index
+        self.grown: list[int] = []
+        self._before = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._before = len(self._index)
+
+    def __exit__(self, *_: object) -> None:
+        self.grown.append(len(self._index) - self._before)
+        self._lock.release()
+
+
+def test_what_a_disk_has_is_entered_bit_by_bit_and_the_last_of_equal_pages_counts(
+    make: Make,
+) -> None:
+    """Former weights come back to a running server, whose scheduler wants the lock meanwhile."""
+    num = 10_000
+    rig = make(slots=64, index=2 * num)
+    table = rig.books.table
+    hashes = pages("former", num).copy()
+    hashes[num - 1] = hashes[5]
+    found = RecoveredPages(
+        hashes,
+        np.zeros((num, 32), np.uint8),
+        np.full(num, 7, np.uint32),
+        np.arange(1, num + 1, dtype=np.uint32),
+        np.ones(num, np.uint16),
+        np.zeros(num, np.uint8),
+    )
+    lock = _CountingLock(table)
+    table.lock = lock  # type: ignore[assignment]
+    assert rig.books.disk.add_recovered(rig.space, found) == num - 1
+    table.lock = lock._lock
+    assert sum(lock.grown) == num - 1
+    assert max(lock.grown) < num / 4
+    (row,) = table.index.lookup(hashes[5:6], rig.space.number)
+    assert int(table.index.block[row]) == num
+    rig.store.check()
