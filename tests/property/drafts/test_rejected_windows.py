@@ -43,12 +43,11 @@ class DraftingWindows(WindowWorld):
         self.num_rejected = 0
         super().__init__(folder, patch, seed, drafts=True, **options)
 
-    def go_on(self, req: Request) -> None:
+    def go_on(self, req: Request) -> bool:
         """As `WindowWorld` for a prompt; then guesses are verified."""
         start = req.prefix_len
         if start < req.prompt_len or not req.num_new:
-            super().go_on(req)
-            return
+            return super().go_on(req)
         said = list(req.tokens)
         guesses = [self.rng.randrange(3) for _ in range(self.rng.randint(1, MOST_GUESSES))]
         end = start + len(guesses)
@@ -57,7 +56,7 @@ class DraftingWindows(WindowWorld):
             rows = self.allocate(-(-end // PAGE) * PAGE - req.kv.kv_allocated_len)
             if rows is None:
                 self.retract(req)
-                return
+                return True
             self.write(req, req.kv.kv_allocated_len, rows)
             req.kv.kv_allocated_len += len(rows)
         req.tokens = [*said, *guesses]
@@ -70,6 +69,7 @@ class DraftingWindows(WindowWorld):
             num_right += 1
         req.num_new = max(0, req.num_new - num_right)
         req.prefix_len = req.kv.kv_committed_len = start + num_right
+        return True
 
     def slide(self, req: Request) -> None:
         """As `maybe_evict_swa` does before a verification, behind which a token is known."""

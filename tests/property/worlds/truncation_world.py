@@ -22,6 +22,14 @@ import pytest
 import torch
 
 from sglang_ext.device.composition import Hashes
+from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of
+from sglang_ext.provenance.request_state import state_of, wants_exact
+from sglang_ext.seam.page_hash import page_hasher
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
+from sglang_ext.truncation.quotes import StoredRun
+from sglang_ext.truncation.truncator import Truncator
 from tests.property.worlds import taint_world
 from tests.property.worlds.taint_world import (
     DIM,
@@ -34,18 +42,6 @@ from tests.property.worlds.taint_world import (
     World,
     Wrong,
 )
-
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # isort: skip
-from sglang.srt.mem_cache.radix_cache import RadixKey  # isort: skip
-
-from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of
-from sglang_ext.provenance.request_state import state_of, wants_exact
-from sglang_ext.seam.page_hash import page_hasher
-from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.tiers.records.quality import Quality
-from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
-from sglang_ext.truncation.quotes import StoredRun
-from sglang_ext.truncation.truncator import Truncator
 
 CONTEXT = 80
 ROOM = 2
@@ -276,27 +272,8 @@ class TruncationWorld(World):
         return req
 
     def enqueue(self, req: Request) -> None:
-        """As `_prefetch_kvcache` does."""
-        self.match(req)
-        matched, limit = req.prefix_len + req.host_hit_length, len(req.tokens) - 1
-        self.cache.prefetch_from_storage(
-            req.cache_request_handle,
-            req.last_node,
-            array("q", req.tokens[matched:limit]),
-            matched_prefix_tokens=array("q", req.tokens[:matched]),
-            extra_key=req.extra_key,
-            cache_salt=req.cache_salt,
-        )
-
-    def match(self, req: Request) -> None:
-        key = RadixKey(
-            req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1,
-            cache_salt=req.cache_salt,
-        )  # fmt: skip
-        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
-        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
-        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
+        """Asks for what it reuses; who calls this queues it."""
+        self.look_up(req)
 
     # ---- the model ----
 
