@@ -186,7 +186,49 @@ def make_truncator(head_tokens: int, seed: int, **options: Any) -> Truncator:
     )
 
 
-class TruncationWorld(World):
+class CutPrompts:
+    """The brute-force model of prompts that were cut: what their rows may say.
+
+    Attributes:
+        truncator: cuts them.
+    """
+
+    truncator: Truncator
+
+    def seed(self, req: Any) -> int:
+        """What is said before a request's first row."""
+        raise NotImplementedError
+
+    def prints_behind(self, before: int, tokens: Sequence[int]) -> list[int]:
+        """What rows of tokens say that follow one another, behind a row that says `before`."""
+        raise NotImplementedError
+
+    def head(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that a prompt never loses."""
+        return tuple(tokens[: self.truncator.head_of(tokens)])
+
+    def whose(self, req: Any) -> Whose:
+        """Who may share what is computed for a prompt that quotes."""
+        tenant = tenant_of(req)
+        assert tenant is not None
+        return tenant, self.head(req.tokens[: req.prompt_len])
+
+    def allowed(self, req: Any, end: int) -> list[set[int]]:
+        """What the rows before `end` may say."""
+        lineage, seed = lineage_of(req), self.seed(req)
+        sets = [{value} for value in self.prints_behind(seed, req.tokens[:end])]
+        if not isinstance(lineage, CutLineage) or wants_exact(req):
+            return sets
+        head, shift = lineage.cut.head, lineage.cut.num_dropped
+        whole = [*lineage.tokens, *req.tokens[lineage.cut.num_kept :]]
+        for start in (head, *lineage.cut.starts):
+            chain = self.prints_behind(seed, [*whole[:head], *whole[start:]])
+            for at in range(head, end):
+                sets[at].add(chain[at + shift - (start - head)])
+        return sets
+
+
+class TruncationWorld(CutPrompts, World):
     """One server's cache; conversations that grow, fork, quote one another and overflow."""
 
     def __init__(
@@ -285,15 +327,9 @@ class TruncationWorld(World):
             extra_key = lineage.extra_key
         return seed_of(extra_key, req.cache_salt)
 
-    def head(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The tokens that a prompt never loses."""
-        return tuple(tokens[: self.truncator.head_of(tokens)])
-
-    def whose(self, req: Request) -> Whose:
-        """Who may share what is computed for a prompt that quotes."""
-        tenant = tenant_of(req)
-        assert tenant is not None
-        return tenant, self.head(req.tokens[: req.prompt_len])
+    def prints_behind(self, before: int, tokens: Sequence[int]) -> list[int]:
+        """See `CutPrompts`."""
+        return prints_of(tokens, before)
 
     def read_prints(self, rows: torch.Tensor, buffer: torch.Tensor) -> list[int]:
         self.at_rows("attends to", rows, writes=False)
@@ -321,23 +357,6 @@ class TruncationWorld(World):
             buffer[rows[start:]] = new
 
     # ---- checks ----
-
-    def allowed(self, req: Request, end: int) -> list[set[int]]:
-        """The brute-force model: fingerprints that the rows before `end` may have."""
-        lineage, seed = lineage_of(req), self.seed(req)
-        exact = prints_of(req.tokens[:end], seed)
-        if not isinstance(lineage, CutLineage):
-            return [{value} for value in exact]
-        head, shift = lineage.cut.head, lineage.cut.num_dropped
-        whole = [*lineage.tokens, *req.tokens[lineage.cut.num_kept :]]
-        sets = [{value} for value in exact]
-        if wants_exact(req):
-            return sets
-        for start in (head, *lineage.cut.starts):
-            chain = prints_of([*whole[:head], *whole[start:]], seed)
-            for at in range(head, end):
-                sets[at].add(chain[at + shift - (start - head)])
-        return sets
 
     def recomputed(self, req: Request, end: int) -> bool:
         """Whether the rows before `end` are what the request's own prompt gives, computed anew."""
