@@ -23,8 +23,8 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers import index_kernels as kernels
+from sglang_ext.tiers.anonymous_memory import lazy_zeros
 from sglang_ext.tiers.errors import TierConfigError, TierInvariantError, TierUsageError
-from sglang_ext.tiers.memory import lazy_zeros
 
 HASH_BYTES: Final = 32
 NO_ROW: Final = -1
