@@ -22,13 +22,13 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.tiers.anonymous_memory import PAGE_BYTES, available_bytes, map_anonymous, populate
 from sglang_ext.tiers.errors import (
     TierClosedError,
     TierConfigError,
     TierInvariantError,
     TierUsageError,
 )
-from sglang_ext.tiers.memory import PAGE_BYTES, available_bytes, map_anonymous, populate
 
 SLOT_ALIGN_BYTES: Final = 4096
 _PREFAULT_PIECE_BYTES: Final = 16 << 20

@@ -47,7 +47,6 @@ NO_SEGMENT = 0xFFFFFFFF
 NO_SLOT = -1
 
 _BLOCK = 64  # look-ups in flight together: enough to hide a miss to DRAM, small enough for L1
-_HITS_MAX = 0xFFFF
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -279,7 +278,7 @@ def _take_row(state: Any, next_row: Any, capacity: int) -> Any:
 @compiled_for(
     _I64(
         _KEYS, _U32S, _U32S, _U64, _U64, _IN_KEYS, _U64, _I64S, _BOOLS,
-        _I64S, _U32S, _U32S, _I32S, _U32S, _U32S, _U16S, _U8S, _U8S, _U8S, _U16S, _U32S,
+        _I64S, _U32S, _U32S, _I32S, _U32S, _U32S, _U16S, _U8S, _U8S, _U8S, _U32S,
     )
 )  # fmt: skip
 def insert(
@@ -302,7 +301,6 @@ def insert(
     disk_quality: Any,
     flags: Any,
     quality: Any,
-    hits: Any,
     stamp: Any,
 ) -> Any:
     """Find or add each wanted key; a new row's columns get their initial values.
@@ -335,7 +333,6 @@ def insert(
                 disk_quality[row] = 0
                 flags[row] = 0
                 quality[row] = 0
-                hits[row] = 0
                 stamp[row] = 0
         rows[i] = row
     return num_refused
@@ -496,14 +493,12 @@ def lru_tail(rows: Any, state: Any, next_row: Any, flags: Any, skip: Any) -> Any
 # ---- columns ----------------------------------------------------------------------------------
 
 
-@compiled_for(types.void(_IN_ROWS, types.uint32, _U16S, _U32S))
-def note_hits(rows: Any, clock: Any, hits: Any, stamp: Any) -> None:
-    """Count a hit (up to 65535) and stamp the clock on each row; negative rows are passed over."""
+@compiled_for(types.void(_IN_ROWS, types.uint32, _U32S))
+def note_use(rows: Any, clock: Any, stamp: Any) -> None:
+    """Stamp the clock on each row; negative rows are passed over."""
     for i in range(rows.size):
         row = rows[i]
         if row >= 0:
-            if hits[row] < _HITS_MAX:
-                hits[row] += np.uint16(1)
             stamp[row] = clock
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 
+from sglang_ext.tiers.anonymous_memory import map_anonymous
 from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.disk.disk_context import MAX_RUN_BYTES
 from sglang_ext.tiers.disk.segments.fileio import FileIO, aligned_array, read_all, write_all
-from sglang_ext.tiers.memory import map_anonymous
 from sglang_ext.tiers.records.record import ByteArray
 
 MEMCPY_BYTES = 1 << 30  # each side; over three times the 300 MiB of the largest shared caches

@@ -81,37 +81,8 @@ def measure_telling(
     told: Counter[str] = Counter()
     spent_s = [0.0, 0.0, 0.0]
     while run.goes_on():
-        endpoints = {side: f"tcp://127.0.0.1:{free_port()}" for side in SIDES}
-        tells = SIDES if against == "sglang" else ("on",)
-        telling = {side: ["--enable-metrics", *publishing(endpoints[side])] for side in tells}
-        start = folder / str(run.num_done)
-        with ExitStack() as stack:
-            servers = {
-                side: Server(
-                    [*_arguments(start / side / "kv"), *telling.get(side, [])],
-                    model=model,
-                    env=environment(start / side, start / side / "told", is_mute=side == "off"),
-                    stop="kill",
-                    start_timeout_s=600.0,
-                )
-                for side in SIDES
-            }
-            for side in run.order():
-                stack.callback(servers[side].kill)
-                servers[side].start()
-            for server in servers.values():
-                server.wait_ready()
-            heard = {side: stack.enter_context(_subscriber(endpoints[side])) for side in tells}
-            before_s = told_s(start / "on" / "told")
-            with ExitStack() as scrapes:
-                for side in tells:
-                    scrapes.enter_context(_scraped(servers[side]))
-                run.measure(servers)
-            told = _check(servers, heard)
-            after_s = told_s(start / "on" / "told")
-            spent_s = [
-                s + now - was for s, now, was in zip(spent_s, after_s, before_s, strict=True)
-            ]
+        told, more_s = _measure_start(folder / str(run.num_done), model, run, against)
+        spent_s = [s + more for s, more in zip(spent_s, more_s, strict=True)]
     found = figures(run.blocks)
     telling_us, sending_us, sglangs_us = (1e6 * seconds / run.num_tokens for seconds in spent_s)
     return {
@@ -122,6 +93,44 @@ def measure_telling(
         "share_of_thread": telling_us / found["thread_us_per_token_on"],
         "told": dict(told),
     }
+
+
+def _measure_start(
+    folder: Path, model: Path, run: Pairs, against: str
+) -> tuple[Counter[str], list[float]]:
+    """Measures what goes into one start of both servers.
+
+    Returns:
+        Blocks that the subscriber knew in the end, by medium; and what telling took, as `told_s`.
+    """
+    endpoints = {side: f"tcp://127.0.0.1:{free_port()}" for side in SIDES}
+    tells = SIDES if against == "sglang" else ("on",)
+    telling = {side: ["--enable-metrics", *publishing(endpoints[side])] for side in tells}
+    with ExitStack() as stack:
+        servers = {
+            side: Server(
+                [*_arguments(folder / side / "kv"), *telling.get(side, [])],
+                model=model,
+                env=environment(folder / side, folder / side / "told", is_mute=side == "off"),
+                stop="kill",
+                start_timeout_s=600.0,
+            )
+            for side in SIDES
+        }
+        for side in run.order():
+            stack.callback(servers[side].kill)
+            servers[side].start()
+        for server in servers.values():
+            server.wait_ready()
+        heard = {side: stack.enter_context(_subscriber(endpoints[side])) for side in tells}
+        before_s = told_s(folder / "on" / "told")
+        with ExitStack() as scrapes:
+            for side in tells:
+                scrapes.enter_context(_scraped(servers[side]))
+            run.measure(servers)
+        told = _check(servers, heard)
+        after_s = told_s(folder / "on" / "told")
+        return told, [now - was for now, was in zip(after_s, before_s, strict=True)]
 
 
 def _arguments(folder: Path) -> list[Any]:

@@ -20,6 +20,7 @@ from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import CODED_TIERS, GIB, HierKVConfig
 from sglang_ext.settings.values import flag_name
 from sglang_ext.tiers.access import is_trusted_folder, make_folder, problem_of, shown
+from sglang_ext.tiers.anonymous_memory import available_bytes
 from sglang_ext.tiers.disk import DiskConfig
 from sglang_ext.tiers.disk.config import SEGMENTS_PER_BOUND
 from sglang_ext.tiers.disk.folder import (
@@ -30,7 +31,6 @@ from sglang_ext.tiers.disk.folder import (
 )
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.memory import available_bytes
 
 _POLL_S = 0.1
 

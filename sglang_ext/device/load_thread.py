@@ -28,6 +28,7 @@ from sglang_ext.device.ports import DevicePort
 from sglang_ext.device.transfers import LoadJob, WindowRows
 from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.store import PageStore
+from sglang_ext.tiers.store.worker_failures import note_failure
 
 failures = FailureLog(logging.getLogger(__name__))
 
@@ -187,8 +188,7 @@ class LoadThread:
         try:
             call()
         except BaseException:
-            self._store.counters.add("worker_failures")
-            failures.exception("hier-kv: what should go with a load failed")
+            note_failure(self._store.counters, failures, "what should go with a load failed")
             return False
         return True
 

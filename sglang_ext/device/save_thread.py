@@ -25,6 +25,7 @@ from sglang_ext.device.transfers import Hashes, Place, SaveJob
 from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.records.record import RecordMeta, write_meta
 from sglang_ext.tiers.store import PageStore, SaveTicket
+from sglang_ext.tiers.store.worker_failures import note_failure
 
 failures = FailureLog(logging.getLogger(__name__))
 
@@ -199,8 +200,7 @@ class SaveThread:
         try:
             note()
         except BaseException:
-            self._store.counters.add("worker_failures")
-            failures.exception("hier-kv: what should go with a save failed")
+            note_failure(self._store.counters, failures, "what should go with a save failed")
 
     def _save(self, job: SaveJob) -> bool:
         place, hashes, quality = job.place, job.hashes, job.place.quality

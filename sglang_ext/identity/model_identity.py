@@ -213,54 +213,44 @@ class ModelIdentity:
             RuntimeError: another rank failed.
             HierKVConfigError: on every rank, if they keep KV in different ways and must not.
         """
-        if self._digest is None:
-            scales = b""
+        if self._digest is not None:
+            return self._digest
+        scales = b""
 
-            def look() -> bytes:
-                nonlocal scales
-                if self._ranks_share:
-                    scales = digest_scales(self._model)
-                return digest_model(self._model)
-
-            weights = self.on_all_ranks(look)
-            weights_of_all = weights[0] if len(weights) == 1 else namespace_digest({"all": weights})
-            parts = {**self._fixed, "weights": weights_of_all}
+        def look() -> bytes:
+            nonlocal scales
             if self._ranks_share:
-                # KV cache scales may be given rank by rank; bytes mean nothing under another one.
-                parts["scales"] = scales
-            digest = namespace_digest(parts)
-            label = {**self._label, "weights": weights_of_all.hex()[:16]}
-            found = 0
+                scales = digest_scales(self._model)
+            return digest_model(self._model)
 
-            def open_own() -> bytes:
-                nonlocal found
-                if waits:
-                    found = store.open_namespace(digest, label)
-                else:
-                    store.open_soon(digest, label)
-                return digest
+        weights = self.on_all_ranks(look)
+        weights_of_all = weights[0] if len(weights) == 1 else namespace_digest({"all": weights})
+        parts = {**self._fixed, "weights": weights_of_all}
+        if self._ranks_share:
+            # KV cache scales may be given rank by rank; bytes mean nothing under another one.
+            parts["scales"] = scales
+        digest = namespace_digest(parts)
+        label = {**self._label, "weights": weights_of_all.hex()[:16]}
+        found = 0
 
-            opened = self.on_all_ranks(open_own)
-            differ = self._ranks_share and len(set(opened)) > 1
-            if differ and self._needs_one_name:
-                raise HierKVConfigError(
-                    "with MLA one rank keeps the pages of all, which needs ranks that keep KV in "
-                    "one way, and start-up proofs or KV cache scales of these differ; start them "
-                    "on devices of one kind, with one KV cache scale for all ranks."
-                )
-            if differ:
-                logger.warning(
-                    "hier-kv: the ranks of this server keep KV in different ways, so none of them "
-                    "finds what another one puts into the remote store; start them on machines of "
-                    "one kind, with one KV cache scale for all ranks"
-                )
-            self._digest = digest
-            name = digest.hex()[:16]
+        def open_own() -> bytes:
+            nonlocal found
             if waits:
-                logger.info("hier-kv: namespace %s opened, %d pages found on disk", name, found)
+                found = store.open_namespace(digest, label)
             else:
-                logger.info("hier-kv: namespace %s opened; the disk opens it next", name)
-        return self._digest
+                store.open_soon(digest, label)
+            return digest
+
+        opened = self.on_all_ranks(open_own)
+        if self._ranks_share:
+            _check_alike(opened, needs_one_name=self._needs_one_name)
+        self._digest = digest
+        name = digest.hex()[:16]
+        if waits:
+            logger.info("hier-kv: namespace %s opened, %d pages found on disk", name, found)
+        else:
+            logger.info("hier-kv: namespace %s opened; the disk opens it next", name)
+        return digest
 
     def on_all_ranks(self, work: Callable[[], bytes]) -> list[bytes]:
         """What each rank's work gave, by rank; raises on all of them when it failed on one.
@@ -420,3 +410,20 @@ class ModelIdentity:
         if not all(of_all):
             return b""
         return own if len(of_all) == 1 else namespace_digest({"adapter": of_all})
+
+
+def _check_alike(digests: list[bytes], *, needs_one_name: bool) -> None:
+    """Says, or raises, that ranks which share pages have opened different namespaces."""
+    if len(set(digests)) == 1:
+        return
+    if needs_one_name:
+        raise HierKVConfigError(
+            "with MLA one rank keeps the pages of all, which needs ranks that keep KV in one way, "
+            "and start-up proofs or KV cache scales of these differ; start them on devices of one "
+            "kind, with one KV cache scale for all ranks."
+        )
+    logger.warning(
+        "hier-kv: the ranks of this server keep KV in different ways, so none of them finds what "
+        "another one puts into the remote store; start them on machines of one kind, with one KV "
+        "cache scale for all ranks"
+    )

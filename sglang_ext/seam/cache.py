@@ -132,22 +132,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.metrics_reporter_hier = parts.metrics
         self.forward_timer = parts.forward_timer
         self.spans = RequestSpans(linker.loads.times, knows_tiers=linker.store.keeps_pages)
-        looks_ahead = linker.store.lookahead is not None
-        self.device_tree: DeviceTree | None = None
-        # SGLang evicts windows and states by orders of their own, which are not ours to spare in.
-        if looks_ahead and config.tree_core == "python" and not linker.is_hybrid:
-            self.device_tree = DeviceTree(self.tree_core, self.waiting_queue)
-            self.device_tree.install()
-        self.waiting_room = WaitingRoom(
-            linker.store,
-            num_still_on_device=self.device_tree.num_still_on_device
-            if self.device_tree is not None
-            else None,
-            prefetch_policy=config.prefetch_policy,
-            prefetch_timeout_ms=config.prefetch_timeout_ms,
-            decider=parts.decider,
-            dram=parts.dram,
-        )
+        self.device_tree = self._device_tree_of(parts)
+        self.waiting_room = self._waiting_room_of(parts)
         group = group_of(self)
         tree = RadixTree(self, config.tree_core)
         num_pages = int(self.token_to_kv_pool_allocator.size) // self.page_size
@@ -180,6 +166,28 @@ class HierKVRadixCache(UnifiedRadixCache):
             page_size=self.page_size,
             is_movable=lambda: linker.movable,
             windows=self.linker.windows,
+        )
+
+    def _device_tree_of(self, parts: CacheParts) -> DeviceTree | None:
+        """Installs what has SGLang's eviction spare the queue; None where that is not possible."""
+        linker = parts.linker
+        looks_ahead = linker.store.lookahead is not None
+        # SGLang evicts windows and states by orders of their own, which are not ours to spare in.
+        if not looks_ahead or parts.config.tree_core != "python" or linker.is_hybrid:
+            return None
+        tree = DeviceTree(self.tree_core, self.waiting_queue)
+        tree.install()
+        return tree
+
+    def _waiting_room_of(self, parts: CacheParts) -> WaitingRoom:
+        tree = self.device_tree
+        return WaitingRoom(
+            parts.linker.store,
+            num_still_on_device=None if tree is None else tree.num_still_on_device,
+            prefetch_policy=parts.config.prefetch_policy,
+            prefetch_timeout_ms=parts.config.prefetch_timeout_ms,
+            decider=parts.decider,
+            dram=parts.dram,
         )
 
     def _follow_tiers(self, config: HierKVConfig, store: PageStore, num_pages: int) -> None:

@@ -27,13 +27,13 @@ from sglang_ext.admission.load_or_compute import DramChoice, LoadOrCompute
 from sglang_ext.admission.waiting import WaitingRoom
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.simulator.forwards import Forwards
+from sglang_ext.tiers.anonymous_memory import map_anonymous
 from sglang_ext.tiers.base import BLOCK_BYTES, MAX_RECORD_BLOCKS, record_blocks
 from sglang_ext.tiers.coded_host import CachedDiskTier
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.memory import map_anonymous
 from sglang_ext.tiers.policy import PolicyConfig
 from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.records.record import RecordMeta, write_meta

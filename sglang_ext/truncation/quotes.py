@@ -17,7 +17,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.memory import lazy_zeros
+from sglang_ext.tiers.anonymous_memory import lazy_zeros
 from sglang_ext.truncation.rolling import NO_ROW, MatchIndex
 
 Hashes = npt.NDArray[np.uint8]

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.memory import lazy_zeros
+from sglang_ext.tiers.anonymous_memory import lazy_zeros
 from sglang_ext.truncation import rolling_kernels as kernels
 from sglang_ext.truncation.keyed_names import Part, encode_parts
 

@@ -116,10 +116,6 @@ class DictEngine(RemoteEngine):
             self.values[value.name] = b"".join(piece.tobytes() for piece in value.pieces)
             on_stored(at, True)
 
-    def exists(self, names: Sequence[str], deadline: Deadline) -> list[bool]:
-        """See `RemoteEngine.exists`."""
-        return [name in self.values for name in names]
-
     def touch(self, names: Sequence[str], deadline: Deadline) -> None:
         """See `RemoteEngine.touch`."""
 

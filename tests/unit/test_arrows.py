@@ -52,7 +52,7 @@ ROOMS = (
     "sglang_ext.tiers.records",
     "sglang_ext.tiers.access",
     "sglang_ext.tiers.compiled",
-    "sglang_ext.tiers.memory",
+    "sglang_ext.tiers.anonymous_memory",
     "sglang_ext.tiers.errors",
     "sglang_ext.compiling",
     "sglang_ext.registry",

@@ -87,11 +87,6 @@ class HidingEngine(RemoteEngine):
         renamed = [value._replace(name=hidden_name(key, value.name)) for value in values]
         self._engine.put(renamed, on_stored, deadline)
 
-    def exists(self, names: Sequence[str], deadline: Deadline) -> list[bool]:
-        """See `RemoteEngine.exists`."""
-        found = self._engine.exists(self._all(names), deadline)
-        return [any(found[at :: len(names)]) for at in range(len(names))]
-
     def touch(self, names: Sequence[str], deadline: Deadline) -> None:
         """See `RemoteEngine.touch`."""
         self._engine.touch(self._all(names), deadline)

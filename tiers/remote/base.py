@@ -268,14 +268,6 @@ class RemoteEngine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def exists(self, names: Sequence[str], deadline: Deadline) -> list[bool]:
-        """Says which names have a value.
-
-        Raises:
-            RemoteError: the store did not say.
-        """
-
-    @abc.abstractmethod
     def touch(self, names: Sequence[str], deadline: Deadline) -> None:
         """Makes values young again, for their TTL and for the order of eviction.
 

@@ -21,7 +21,6 @@ from sglang_ext.tiers.remote.base import (
     Outcome,
     RemoteEngine,
     RemoteKey,
-    Usage,
     value_name,
 )
 from sglang_ext.tiers.remote.breaker import BreakerConfig
@@ -333,29 +332,6 @@ class RemoteStore:
         self._tell(keys, [head.outcome for head in heads])
         return heads
 
-    def exists(self, keys: Sequence[RemoteKey], timeout_s: float | None = None) -> list[Outcome]:
-        """Says for each key whether the store has a value: OK, MISSING, or why that is unknown."""
-        names = self._names(keys)
-        wanted = [name for name in names if name]
-        deadline = self._deadline(timeout_s)
-        found: dict[str, bool] = {}
-
-        def ask() -> None:
-            found.update(zip(wanted, self._engine.exists(wanted, deadline), strict=True))
-
-        error = self._guard.run(ask)
-        with self._lock:
-            bad = {name for name in wanted if name in self._bad}
-        unknown = error or Outcome.UNAVAILABLE
-        return [
-            Outcome.MALFORMED
-            if not name
-            else unknown
-            if name not in found
-            else (Outcome.OK if found[name] and name not in bad else Outcome.MISSING)
-            for name in names
-        ]
-
     # ---- writes ----
 
     def put(self, items: Sequence[PutItem], timeout_s: float | None = None) -> list[Outcome]:
@@ -411,13 +387,6 @@ class RemoteStore:
 
         self._guard.run(remove)
         return removed[0]
-
-    def usage(self, timeout_s: float | None = None) -> Usage | None:
-        """How full the store is; None when it does not say."""
-        deadline = self._deadline(timeout_s)
-        found: list[Usage] = []
-        self._guard.run(lambda: found.append(self._engine.usage(deadline)))
-        return found[0] if found else None
 
     def used_by_tenant(self) -> list[int]:
         """Bytes there of each tenant with a share, and first of all others; empty where unknown."""

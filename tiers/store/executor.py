@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.store.types import StoreCounters
+from sglang_ext.tiers.store.worker_failures import note_failure
 
 failures = FailureLog(logging.getLogger(__name__))
 
@@ -98,6 +99,5 @@ class Threads(Executor):
                 pause_s = 0.0
             except Exception:
                 # Kept alive: without its thread DRAM would fill with pages that can never leave.
-                self._counters.add("worker_failures")
-                failures.exception("hier-kv: work between DRAM and disk failed")
+                note_failure(self._counters, failures, "work between DRAM and disk failed")
                 pause_s = min(max(_FIRST_PAUSE_S, 2 * pause_s), _LONGEST_PAUSE_S)

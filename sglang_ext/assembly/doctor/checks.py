@@ -29,9 +29,9 @@ from sglang_ext.settings.compat import Resolved, check_resolved
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.settings.model_kinds import MODEL_KINDS
 from sglang_ext.settings.values import ALLOW_UNTESTED, is_set
+from sglang_ext.tiers.anonymous_memory import available_bytes
 from sglang_ext.tiers.disk.segments.fileio import FileIO, direct_io_works
 from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.memory import available_bytes
 from sglang_ext.tiers.remote.password import ENV_PASSWORD
 
 _BELOW = "below"  # the details, one a line

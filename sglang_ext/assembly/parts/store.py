@@ -28,6 +28,7 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.records.page_rules import PageRules
+from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store import PageStore, PageStoreConfig, PutShare, policy_for_sizes
 
 # Pages of other adapters and of namespaces opened later need rows too.
@@ -76,26 +77,19 @@ def build_store(
         disk = _record_tier(config, trust)
     except TierConfigError as error:
         raise HierKVConfigError(str(error)) from error
-    factor = page_codec.max_pages_a_slot if page_codec is not None else 1
-    capacity = num_slots + factor * (record_bytes(config) // layout.slot_bytes)
-    index = PageIndex(max(1024, int(capacity * _INDEX_SLACK)))
-    remote = None
-    if config.remote_url:
-        division = division_of(config, 1 if one_copy is not None else num_ranks)
-        remote = open_remote(config.remote_url, trust, division)
     keep_raw = None
     if disk is not None and config.coding == "cost":
         keep_raw = partial(feeds.keep_raw, disk)
     store = PageStore(
         arena,
-        index,
+        PageIndex(_num_rows(config, page_codec, num_slots, layout.slot_bytes)),
         disk,
         _store_config(config, share, is_hybrid=is_hybrid),
         page_codec,
         on_read=feeds.on_read,
         on_write=feeds.on_write,
         keep_raw=keep_raw,
-        remote=remote,
+        remote=_remote_store(config, trust, 1 if one_copy is not None else num_ranks),
         on_fetch=feeds.on_fetch,
         open_coded=None
         if remote_codec is None
@@ -105,7 +99,28 @@ def build_store(
     )
     if disk is not None:
         store.connect(disk)
-    # The first saves should not pay for page faults; the thread ends by itself.
+    _prefault(arena)
+    return store, disk
+
+
+def _num_rows(
+    config: HierKVConfig, page_codec: PageCodec | None, num_slots: int, slot_bytes: int
+) -> int:
+    """Rows of the index: as many pages as DRAM and what keeps records have room for, and more."""
+    factor = page_codec.max_pages_a_slot if page_codec is not None else 1
+    capacity = num_slots + factor * (record_bytes(config) // slot_bytes)
+    return max(1024, int(capacity * _INDEX_SLACK))
+
+
+def _remote_store(config: HierKVConfig, trust: Trust, num_ranks: int) -> RemoteStore | None:
+    """The store that other servers share; so many ranks of this one share its connections."""
+    if not config.remote_url:
+        return None
+    return open_remote(config.remote_url, trust, division_of(config, num_ranks))
+
+
+def _prefault(arena: HostArena) -> None:
+    """The first saves should not pay for page faults; the thread ends by itself."""
     threading.Thread(
         target=arena.prefault,
         args=(threading.Event(),),
@@ -113,7 +128,6 @@ def build_store(
         name="hier-kv-prefault",
         daemon=True,
     ).start()
-    return store, disk
 
 
 def _store_config(config: HierKVConfig, share: PutShare, *, is_hybrid: bool) -> PageStoreConfig:

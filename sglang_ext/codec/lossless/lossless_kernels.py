@@ -88,6 +88,13 @@ def _floor_exponent(scale: Any, mean: Any, mantissa_bits: Any) -> Any:
     return max(max(_bit_length(size) - 1, 2) + k - mantissa_bits, 0)
 
 
+@_jit
+def _find_floors(scales: Any, means: Any, mantissa_bits: Any, floors: Any) -> None:
+    """Floors of the exponents of a plane's cells, by channel."""
+    for c in range(len(floors)):
+        floors[c] = _floor_exponent(numba.int64(scales[c]), numba.int64(means[c]), mantissa_bits)
+
+
 @_inline
 def _table(scale: Any, family: Any, k: Any) -> Any:
     rate = scale - RATE_BIAS - 2 * k
@@ -110,10 +117,7 @@ def fill_tables(
     known = np.zeros(MODE_REFERENCE + MAX_NARROWER + 1, np.bool_)
     at = 0
     for s in range(num_planes):
-        for c in range(num_channels):
-            floors[c] = _floor_exponent(
-                numba.int64(scales[s, c]), numba.int64(means[s, c]), mantissa_bits
-            )
+        _find_floors(scales[s], means[s], mantissa_bits, floors)
         known[:] = False
         for t in range(num_tokens):
             mode = numba.int64(modes[s, t])
@@ -164,10 +168,7 @@ def code_values(
     cells = np.empty(num_channels, np.int64)
     at = low_at = rare_at = 0
     for s in range(num_planes):
-        for c in range(num_channels):
-            floors[c] = _floor_exponent(
-                numba.int64(scales[s, c]), numba.int64(means[s, c]), mantissa_bits
-            )
+        _find_floors(scales[s], means[s], mantissa_bits, floors)
         for t in range(num_tokens):
             mode = numba.int64(modes[s, t])
             if mode == MODE_COPY:
@@ -193,8 +194,8 @@ def code_values(
                     symbol = ESCAPE
                 symbols[at] = symbol
                 at += 1
-                exponent = max(magnitude >> mantissa_bits, 1) - 1
                 if symbol != ESCAPE and size > 0:
+                    exponent = max(magnitude >> mantissa_bits, 1) - 1
                     count = max(k - exponent, 0)
                     value = magnitude & ((1 << count) - 1)
                     low_at = _put(low, low_at, value, count)
@@ -202,18 +203,26 @@ def code_values(
                 if symbol == ESCAPE:
                     value, count = bits, magnitude_bits + 1
                 else:
-                    depth = min(_UNARY, max(k - mantissa_bits, 0))
-                    zeros = k - mantissa_bits - 1 - exponent
-                    if zeros < depth and magnitude >> mantissa_bits:
-                        fraction = magnitude & ((1 << mantissa_bits) - 1)
-                        value = (1 | fraction << 1) << zeros
-                        count = zeros + 1 + mantissa_bits
-                    else:
-                        value = magnitude << depth
-                        wide = magnitude_bits if k - mantissa_bits > _UNARY else mantissa_bits
-                        count = depth + min(wide, k)
+                    value, count = _near_zero(magnitude, k, mantissa_bits, magnitude_bits)
                 rare_at = _put(rare, rare_at, value, count)
     return low_at, rare_at
+
+
+@_inline
+def _near_zero(magnitude: Any, k: Any, mantissa_bits: Any, magnitude_bits: Any) -> Any:
+    """Bits of a value in a cell of 2^k next to zero, and how many; `_restore_rare` reads them."""
+    depth = min(_UNARY, max(k - mantissa_bits, 0))
+    exponent = max(magnitude >> mantissa_bits, 1) - 1
+    zeros = k - mantissa_bits - 1 - exponent
+    if zeros < depth and magnitude >> mantissa_bits:
+        fraction = magnitude & ((1 << mantissa_bits) - 1)
+        value = (1 | fraction << 1) << zeros
+        count = zeros + 1 + mantissa_bits
+    else:
+        value = magnitude << depth
+        wide = magnitude_bits if k - mantissa_bits > _UNARY else mantissa_bits
+        count = depth + min(wide, k)
+    return value, count
 
 
 @_inline
@@ -294,10 +303,7 @@ def restore_values(
     rare_at_channel = np.empty(num_channels, np.int64)
     at = low_at = rare_at = 0
     for s in range(num_planes):
-        for c in range(num_channels):
-            floors[c] = _floor_exponent(
-                numba.int64(scales[s, c]), numba.int64(means[s, c]), mantissa_bits
-            )
+        _find_floors(scales[s], means[s], mantissa_bits, floors)
         for t in range(num_tokens):
             mode = numba.int64(modes[s, t])
             reference = out[s, references[s, t]]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from sglang_ext.kernels import kvquant
 from sglang_ext.kernels.kvquant import WORDS, TransformArrays, Words
 from sglang_ext.kernels.kvquant.naive import decode_words, encode_words
 
@@ -179,3 +180,20 @@ def spoil(words: Words, dtype: str) -> Words:
     spoiled[-1, 2, 0] = encode_words(np.array([3e38], np.float32), dtype)[0]
     spoiled[0, 3] = 0
     return spoiled
+
+
+def quantise_alike(
+    planes: Words, dtype: str, arrays: TransformArrays, level: int, engine: Any, **options: Any
+) -> kvquant.Quantised:
+    """Quantises and dequantises with the default engine and another, which must agree."""
+    found = kvquant.quantise(planes, dtype, arrays, level, **options)
+    other = kvquant.quantise(planes, dtype, arrays, level, engine=engine, **options)
+    assert np.array_equal(found.tiles, other.tiles)
+    assert np.array_equal(found.raw.index, other.raw.index)
+    assert np.array_equal(found.raw.bits, other.raw.bits)
+    assert np.array_equal(found.raw.sinks, other.raw.sinks)
+    outs = [np.full_like(planes, 1), np.full_like(planes, 2)]
+    kvquant.dequantise(found.tiles, dtype, arrays, level, outs[0], raw=found.raw)
+    kvquant.dequantise(found.tiles, dtype, arrays, level, outs[1], raw=found.raw, engine=engine)
+    assert np.array_equal(outs[0], outs[1])
+    return found

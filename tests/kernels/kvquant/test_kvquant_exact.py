@@ -19,6 +19,7 @@ from tests.kernels.kvquant.kvquant_cases import (
     DTYPES,
     make_planes,
     make_transform,
+    quantise_alike,
     random_transform,
     random_words,
     spoil,
@@ -29,17 +30,7 @@ def both(
     planes: Words, dtype: str, arrays: TransformArrays, level: int, **options: Any
 ) -> kvquant.Quantised:
     """Quantise and dequantise with both CPU engines, which must agree."""
-    found = kvquant.quantise(planes, dtype, arrays, level, **options)
-    plain = kvquant.quantise(planes, dtype, arrays, level, engine="naive", **options)
-    assert np.array_equal(found.tiles, plain.tiles)
-    assert np.array_equal(found.raw.index, plain.raw.index)
-    assert np.array_equal(found.raw.bits, plain.raw.bits)
-    assert np.array_equal(found.raw.sinks, plain.raw.sinks)
-    out, plain_out = np.full_like(planes, 1), np.full_like(planes, 2)
-    kvquant.dequantise(found.tiles, dtype, arrays, level, out, raw=found.raw)
-    kvquant.dequantise(found.tiles, dtype, arrays, level, plain_out, raw=found.raw, engine="naive")
-    assert np.array_equal(out, plain_out)
-    return found
+    return quantise_alike(planes, dtype, arrays, level, "naive", **options)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

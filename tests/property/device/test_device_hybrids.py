@@ -27,8 +27,7 @@ from sglang_ext.device.transfers import LoadJob  # noqa: E402
 from sglang_ext.seam.linker import HierKVLinker  # noqa: E402
 from testkit.simulated.device import ConflictError  # noqa: E402
 from testkit.simulated.kernels import SimulatedKernels, SimulatedSnapshots  # noqa: E402
-from tests.property.device.mistakes import Mutation, say_layers_early  # noqa: E402
-from tests.property.worlds.device_hybrids import (  # noqa: E402
+from tests.property.device.device_hybrids import (  # noqa: E402
     BlockWorld,
     DraftWorld,
     IndexWorld,
@@ -36,13 +35,14 @@ from tests.property.worlds.device_hybrids import (  # noqa: E402
     StateWorld,
     WindowWorld,
 )
-from tests.property.worlds.device_world import (  # noqa: E402
+from tests.property.device.device_world import (  # noqa: E402
     MUST_HAPPEN,
     DeviceWorld,
     run_seeds,
     run_world,
     run_worlds,
 )
+from tests.property.device.mistakes import Mutation, say_layers_early  # noqa: E402
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ from sglang_ext.device import load_path  # noqa: E402
 from sglang_ext.device.load_pages import IndexMemory  # noqa: E402
 from sglang_ext.device.save_path import SavePath  # noqa: E402
 from testkit.simulated.device import ConflictError  # noqa: E402
-from tests.property.device.mistakes import MISTAKES, Mutation  # noqa: E402
-from tests.property.worlds.device_world import (  # noqa: E402
+from tests.property.device.device_world import (  # noqa: E402
     MUST_HAPPEN,
     DeviceWorld,
     run_seeds,
     run_worlds,
 )
+from tests.property.device.mistakes import MISTAKES, Mutation  # noqa: E402
 
 
 def save_one(world: DeviceWorld) -> None:

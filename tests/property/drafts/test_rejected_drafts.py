@@ -16,6 +16,7 @@ import torch
 
 from sglang_ext.tiers.records.record import parse_header
 from tests.long_form import count
+from tests.property.drafts.guesses import Guessing
 from tests.property.test_pairs_interleavings import PairsWorld
 from tests.property.worlds.coverage import run_until_counted
 from tests.property.worlds.taint_world import (
@@ -32,24 +33,19 @@ from tests.property.worlds.taint_world import (
 
 ROUNDS = count(1, 20)
 SEEDS = count(1, 4)
-MOST_GUESSES, MOST_NEW = 4, 20
+MOST_NEW = 20
 _NUM_PRINTS = 4
 
 
-class _Drafting(World):
+class _Drafting(Guessing, World):
     """Decodes by guesses.
 
     Attributes:
         made: of each page that was inserted, the tokens up to its end, by its key.
-        num_rejected: guesses.
-        num_rejected_kept: that many of the first rejected guesses count as committed: a mistake.
     """
-
-    num_rejected_kept = 0
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
         self.made: dict[bytes, list[int]] = {}
-        self.num_rejected = 0
         super().__init__(folder, patch, seed, lossy=False, **options)
         self.cache.bind_scheduler(TextScheduler())
 
@@ -62,33 +58,6 @@ class _Drafting(World):
     ) -> Request:
         """See `World`; answers are long."""
         return super().arrive(tokens, exact=exact, num_new=num_new)
-
-    def go_on(self, req: Request) -> bool:
-        """As `World` for a prompt; then guesses are verified, some of them right."""
-        start = req.prefix_len
-        if start < req.prompt_len or not req.num_new:
-            return super().go_on(req)
-        guesses = [self.rng.randrange(3) for _ in range(self.rng.randint(1, MOST_GUESSES))]
-        end = start + len(guesses)
-        if end > req.kv.kv_allocated_len:
-            rows = self.allocate(-(-end // PAGE) * PAGE - req.kv.kv_allocated_len)
-            if rows is None:
-                self.retract(req)
-                return True
-            self.write(req, req.kv.kv_allocated_len, rows)
-            req.kv.kv_allocated_len += len(rows)
-        said = list(req.tokens)
-        req.tokens = [*said, *guesses]
-        self.forward(req, start, end)
-        num_right = self.rng.randint(1, min(len(guesses), req.num_new))
-        req.tokens = [*said, *guesses[:num_right]]
-        self.num_rejected += len(guesses) - num_right
-        if num_right < len(guesses) and self.num_rejected_kept:
-            req.tokens.append((guesses[num_right] + 1) % 3)  # what the model says instead
-            num_right += 1
-        req.num_new = max(0, req.num_new - num_right)
-        req.prefix_len = req.kv.kv_committed_len = start + num_right
-        return True
 
     def insert(self, req: Request, up_to: int) -> None:
         """See `World`."""
@@ -135,7 +104,7 @@ def test_a_rejected_guess_that_is_taken_for_committed_is_noticed(
     keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     world = WORLDS[keys](tmp_path, monkeypatch, 0, of_pairs=keys == "pairs")
-    world.num_rejected_kept = 1
+    world.keeps_rejected = True
     try:
         with pytest.raises(Wrong, match=r"another's|other tokens"):
             run_until_counted(world, ("saved_pages",), num_rounds=ROUNDS)

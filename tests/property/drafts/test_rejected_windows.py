@@ -14,14 +14,14 @@ from typing import Any
 import pytest
 
 from tests.long_form import count
+from tests.property.drafts.guesses import Guessing
 from tests.property.worlds.coverage import missing, run_until_all_seen
-from tests.property.worlds.window_world import PAGE, Request, WindowWorld, WrongKVError
+from tests.property.worlds.window_world import Request, WindowWorld, WrongKVError
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
 ROUNDS = count(1, 20)  # of 400 steps, in each world, and on until all is seen
 SEEDS = count(1, 3)
-MOST_GUESSES = 4
 SHOWN = ("loaded_pages", "saved_windows", "evicted_pages", "restored_pages", "promoted_pages")
 
 WORLDS: dict[str, dict[str, Any]] = {
@@ -29,47 +29,11 @@ WORLDS: dict[str, dict[str, Any]] = {
 }
 
 
-class DraftingWindows(WindowWorld):
-    """Decodes by guesses, of which some are right.
-
-    Attributes:
-        num_rejected: guesses.
-        keeps_rejected: the first rejected guess of a verification counts as verified: a mistake.
-    """
-
-    keeps_rejected = False
+class DraftingWindows(Guessing, WindowWorld):
+    """Decodes by guesses, with a draft's layers."""
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
-        self.num_rejected = 0
         super().__init__(folder, patch, seed, drafts=True, **options)
-
-    def go_on(self, req: Request) -> None:
-        """As `WindowWorld` for a prompt; then guesses are verified."""
-        start = req.prefix_len
-        if start < req.prompt_len or not req.num_new:
-            super().go_on(req)
-            return
-        said = list(req.tokens)
-        guesses = [self.rng.randrange(3) for _ in range(self.rng.randint(1, MOST_GUESSES))]
-        end = start + len(guesses)
-        self.slide(req)
-        if end > req.kv.kv_allocated_len:
-            rows = self.allocate(-(-end // PAGE) * PAGE - req.kv.kv_allocated_len)
-            if rows is None:
-                self.retract(req)
-                return
-            self.write(req, req.kv.kv_allocated_len, rows)
-            req.kv.kv_allocated_len += len(rows)
-        req.tokens = [*said, *guesses]
-        self.forward(req, start, end)
-        num_right = self.rng.randint(1, min(len(guesses), req.num_new))
-        req.tokens = [*said, *guesses[:num_right]]
-        self.num_rejected += len(guesses) - num_right
-        if num_right < len(guesses) and self.keeps_rejected:
-            req.tokens.append((guesses[num_right] + 1) % 3)  # what the model says instead
-            num_right += 1
-        req.num_new = max(0, req.num_new - num_right)
-        req.prefix_len = req.kv.kv_committed_len = start + num_right
 
     def slide(self, req: Request) -> None:
         """As `maybe_evict_swa` does before a verification, behind which a token is known."""

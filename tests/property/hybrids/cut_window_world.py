@@ -35,9 +35,9 @@ from tests.property.worlds import window_world
 from tests.property.worlds.taint_world import ready_slots
 from tests.property.worlds.truncation_world import (
     CONTEXT,
+    CutPrompts,
     Cuttable,
     QuoteModel,
-    Whose,
     make_truncator,
 )
 from tests.property.worlds.window_world import FULL, PAGE, Request, WindowWorld, WrongKVError
@@ -118,7 +118,7 @@ class CutRequest(Cuttable, Request):
         return len(self.tokens)
 
 
-class CutWindowWorld(WindowWorld):
+class CutWindowWorld(CutPrompts, WindowWorld):
     """One server's cache; conversations that grow, fork, quote one another and overflow."""
 
     exact_only = False
@@ -211,17 +211,7 @@ class CutWindowWorld(WindowWorld):
                 self.go_on(req)
         return req
 
-    def head(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The tokens that a prompt never loses."""
-        return tuple(tokens[: self.truncator.head_of(tokens)])
-
     # ---- the model ----
-
-    def whose(self, req: Request) -> Whose:
-        """Who may share what is computed for a prompt that quotes."""
-        tenant = tenant_of(req)
-        assert tenant is not None
-        return tenant, self.head(req.tokens[: req.prompt_len])
 
     def seed(self, req: Request) -> int:
         """What is said before a request's first row."""
@@ -231,19 +221,9 @@ class CutWindowWorld(WindowWorld):
         print_ = zlib.crc32(repr((self.identity.weights, key)).encode())
         return print_ << 32 | print_ ^ 0x5A5A5A5A
 
-    def allowed(self, req: Request, end: int) -> list[set[int]]:
-        """The brute-force model: what the rows before `end` may say."""
-        lineage, seed = lineage_of(req), self.seed(req)
-        sets = [{value} for value in prints_behind(seed, req.tokens[:end])]
-        if not isinstance(lineage, CutLineage) or wants_exact(req):
-            return sets
-        head, shift = lineage.cut.head, lineage.cut.num_dropped
-        whole = [*lineage.tokens, *req.tokens[lineage.cut.num_kept :]]
-        for start in (head, *lineage.cut.starts):
-            chain = prints_behind(seed, [*whole[:head], *whole[start:]])
-            for at in range(head, end):
-                sets[at].add(chain[at + shift - (start - head)])
-        return sets
+    def prints_behind(self, before: int, tokens: Sequence[int]) -> list[int]:
+        """See `CutPrompts`."""
+        return prints_behind(before, tokens)
 
     def forward(self, req: Request, start: int, end: int) -> None:
         self.check_attended(req, start)

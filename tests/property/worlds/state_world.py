@@ -17,15 +17,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.property.worlds.scheduler import Scheduler  # isort: skip
 from tests.property.worlds.window_world import (  # isort: skip
     DIM, MAX_TOKENS, PAGE, POISON, Request, WindowWorld, WrongKVError,
 )  # fmt: skip
 
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
-from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.mem_cache.unified_cache.components import mamba
 
@@ -329,11 +329,7 @@ class StateWorld(WindowWorld):
 
     def match(self, req: Request, *, takes_state: bool = False) -> None:
         """As `match_kv_cache` does."""
-        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1)
-        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req, cow_mamba=takes_state))
-        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
-        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
-        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
+        result = self.matched(req, cow_mamba=takes_state)
         self._branches[req.rid] = result.mamba_branching_seqlen
 
     def may_run_more(self) -> bool:
@@ -364,25 +360,17 @@ class StateWorld(WindowWorld):
             self.cache.evict_for_alloc(EvictParams(num_tokens=0, mamba_num=lacks))
 
     def give_up(self, req: Request) -> None:
-        """No room: what was prepared is taken back, as SGLang does when it aborts a request."""
-        loaded = self.cache.linker.private_load_indices.get(req.rid)
-        self.cache.release_aborted_request(req.cache_request_handle)
-        if loaded is not None:
-            self.allocator.free(loaded)
+        """No room: what was prepared is taken back, its state too."""
+        super().give_up(req)
         if req.kv.holds_mamba:
             self.req_pool.mamba_allocator.free(req.kv.mamba_pool_idx.unsqueeze(0))
             req.kv.mamba_pool_idx = None
-        self.cache.unlock(req.lock)
-        self.waiting.remove(req)
+
+    def free_loaded(self, rows: torch.Tensor) -> None:
+        self.allocator.free(rows)
 
     def allocate(self, num: int) -> torch.Tensor | None:
-        if num == 0:
-            return torch.empty(0, dtype=torch.int64)
-        lacks = num - self.allocator.available_size()
-        if lacks > 0:
-            self.cache.evict(EvictParams(num_tokens=lacks))
-        found: torch.Tensor | None = self.allocator.alloc(num)
-        return found
+        return Scheduler.allocate(self, num)
 
     def checkpoint(self, req: Request, up_to: int) -> None:
         super().checkpoint(req, up_to)

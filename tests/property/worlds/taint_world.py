@@ -12,7 +12,6 @@ import random
 import time
 import zlib
 from array import array
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,9 +30,7 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
 from sglang.srt.mem_cache import unified_radix_cache  # noqa: E402
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
-    CacheRequestHandle,
     EvictParams,
-    MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
@@ -67,6 +64,7 @@ from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa:
 from sglang_ext.tiers.store.reader_store import ReaderStore  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
 from sglang_ext.tiers.transcoder import PageTranscoder, coded_record, raw_header  # noqa: E402
+from tests.property.worlds.scheduler import Scheduler, SchedulerRequest  # noqa: E402
 
 LAYERS, PAGE, HEADS, DIM = 2, 4, 4, 32
 MAX_TOKENS = 64
@@ -150,7 +148,7 @@ class Identity:
 
 
 @dataclass
-class Request:
+class Request(SchedulerRequest):
     """What of SGLang's `Req` the cache looks at."""
 
     rid: str
@@ -175,23 +173,6 @@ class Request:
     done: bool = False
     discard_output_reason: Any = None
 
-    def __post_init__(self) -> None:
-        custom = {"hier_kv_exact": True} if self.exact else None
-        self.sampling_params = SimpleNamespace(custom_params=custom)
-        self.prompt_len = len(self.tokens)
-        self.cache_request_handle = CacheRequestHandle(self.rid, 0)
-
-    @property
-    def full_untruncated_fill_ids(self) -> array[int]:
-        return array("q", self.tokens)
-
-    @property
-    def origin_input_ids(self) -> array[int]:
-        return array("q", self.tokens[: self.prompt_len])
-
-    def finished(self) -> bool:
-        return self.done
-
 
 class Wrong(AssertionError):
     """What the plugin says of a page is not what is in it."""
@@ -213,7 +194,7 @@ class TextScheduler:
     chunked_req = None
 
 
-class World:
+class World(Scheduler):
     """One server's cache; `step` does one random thing.
 
     It has many methods because each is one thing that may happen.
@@ -364,10 +345,6 @@ class World:
 
     # ---- the model ----
 
-    def rows_of(self, req: Request, start: int, end: int) -> torch.Tensor:
-        rows: torch.Tensor = self.req_pool.req_to_token[req.kv.req_pool_idx, start:end]
-        return rows.to(torch.int64)
-
     def inexact(self, rows: torch.Tensor) -> bool:
         """Whether any of these rows of the device is not exact, in any layer."""
         self.at_rows("looks at", rows, writes=False)
@@ -471,28 +448,6 @@ class World:
         self.enqueue(req)
         return req
 
-    def enqueue(self, req: Request) -> None:
-        """As `_add_request_to_queue` does."""
-        self.match(req)
-        matched = req.prefix_len + req.host_hit_length
-        limit = len(req.tokens) - 1
-        self.cache.prefetch_from_storage(
-            req.cache_request_handle,
-            req.last_node,
-            array("q", req.tokens[matched:limit]),
-            matched_prefix_tokens=array("q", req.tokens[:matched]),
-            extra_key=req.extra_key,
-        )
-        self.waiting.append(req)
-
-    def match(self, req: Request) -> None:
-        """As `match_kv_cache` does."""
-        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1)
-        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
-        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
-        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
-
     def admit(self, req: Request, chunk: int | None = None) -> bool:
         """As the scheduler does: match, lock, load, allocate, compute, insert."""
         self.cache.check_hicache_events()  # as SGLang does before every admission
@@ -560,28 +515,6 @@ class World:
         if inexact and state_of(req).reused == Quality.EXACT:
             raise Wrong(f"{req.rid} is told that it reuses exact KV only")
 
-    def give_up(self, req: Request) -> None:
-        """No room: what was prepared is taken back, as SGLang does when it aborts a request."""
-        loaded = self.cache.linker.private_load_indices.get(req.rid)
-        self.cache.release_aborted_request(req.cache_request_handle)
-        if loaded is not None:
-            self.allocator.free(loaded)
-        self.cache.unlock(req.lock)
-        self.waiting.remove(req)
-
-    def allocate(self, num: int) -> torch.Tensor | None:
-        if num == 0:
-            return torch.empty(0, dtype=torch.int64)
-        short = num - self.allocator.available_size()
-        if short > 0:
-            self.cache.evict(EvictParams(num_tokens=short))
-        rows: torch.Tensor | None = self.allocator.alloc(num)
-        return rows
-
-    def write(self, req: Request, start: int, rows: torch.Tensor) -> None:
-        span = slice(start, start + len(rows))
-        self.req_pool.write((req.kv.req_pool_idx, span), rows.to(torch.int32))
-
     def insert(self, req: Request, up_to: int) -> None:
         for page, key in enumerate(self.keys(req.tokens[:up_to])):
             self._positions[bytes.fromhex(key)] = page * PAGE
@@ -594,34 +527,6 @@ class World:
         self.check_attended(req, up_to)
         self.check_tree()
 
-    def go_on(self, req: Request) -> bool:
-        """Computes the rest of the prompt, or new tokens one by one, and ends."""
-        start = req.prefix_len
-        if start < req.prompt_len:
-            end = min(req.prompt_len, (start + 8) // PAGE * PAGE or 8)
-            end = max(end, start + 1)
-        elif req.num_new:
-            req.num_new -= 1
-            req.tokens.append(self.rng.randrange(3))
-            end = len(req.tokens)
-        else:
-            self.finish(req)
-            return True
-        if end > req.kv.kv_allocated_len:
-            need = -(-end // PAGE) * PAGE - req.kv.kv_allocated_len
-            rows = self.allocate(need)
-            if rows is None:
-                self.retract(req)
-                return True
-            self.write(req, req.kv.kv_allocated_len, rows)
-            req.kv.kv_allocated_len += need
-        self.forward(req, start, end)
-        if end <= req.prompt_len:
-            self.checkpoint(req, end)
-        else:
-            req.prefix_len = end
-        return True
-
     def finish(self, req: Request) -> None:
         """As `release_kv_cache` does."""
         req.done = True
@@ -633,20 +538,8 @@ class World:
 
     def retract(self, req: Request) -> None:
         """Its KV is dropped, and it waits again."""
-        self.running.remove(req)
-        assert not self.cache.claim_kv_row(req)
-        self.release(req)
-        req.kv = ReqKvInfo()
-        req.prompt_len = len(req.tokens)
+        self.drop_kv(req)
         self.waiting.append(req)
-
-    def release(self, req: Request) -> None:
-        span = (req.kv.cache_protected_len, req.kv.kv_allocated_len)
-        if span[0] < span[1]:
-            self.cache.free_kv_row(req.kv, [span])
-        self.cache.unlock(req.lock)
-        req.lock = None
-        self.req_pool.free(req)
 
     # ---- random steps ----
 
@@ -668,31 +561,14 @@ class World:
         chunk = self.rng.choice((None, 8, 12))
         return self.admit(self.rng.choice(self.waiting), chunk)
 
-    def _do_go_on(self) -> bool | None:
-        return self.go_on(self.rng.choice(self.running)) if self.running else False
-
-    def _do_events(self) -> None:
-        self.cache.check_hicache_events()
-        self.check_store()
-
     def _do_evict(self) -> None:
         self.cache.evict(EvictParams(num_tokens=PAGE * self.rng.randint(1, 12)))
 
     def _do_flush(self) -> bool | None:
         if self.running or self.waiting:
             return False
-        self.cache.reset()
-        self.allocator.clear()
+        self.flush()
         return None
-
-    def _do_retract(self) -> bool | None:
-        if not self.running:
-            return False
-        self.retract(self.rng.choice(self.running))
-        return None
-
-    def _do_breathe(self) -> None:
-        time.sleep(self.rng.choice((0.0, 0.001)))
 
     # ---- the end ----
 
@@ -711,23 +587,8 @@ class World:
 
     def settle(self) -> None:
         """Saves, reads and writes in flight land."""
-        assert self.cache.hier_linker.quiesce()
-        self.wait_for(lambda: not self.cache.hier_linker.numbers_of_saves()[0])  # nor what follows
-        self.cache.check_hicache_events()
-        assert self.store.wait_idle(300)
-        self.wait_for(
-            lambda: not self.store.stats()["spill_queue_pages"] and not self.arena._pins.any()
-        )
-        self.check_store()
+        super().settle()
         self.check_tree()
-        self.store.check()
-
-    def wait_for(self, state: Callable[[], bool]) -> None:
-        """Waits until the store's threads have brought about what `state` asks."""
-        deadline_s = time.monotonic() + 300
-        while not state():
-            assert time.monotonic() < deadline_s, self.store.stats()
-            time.sleep(0.002)
 
     def run(self, tokens: list[int], *, exact: bool = False) -> Request:
         """One request from its arrival to its end; saves land."""
@@ -747,14 +608,3 @@ class World:
     def keys(self, tokens: list[int]) -> list[str]:
         key = RadixKey(array("q", tokens), None, is_bigram=self.of_pairs).page_aligned(PAGE)
         return list(get_storage_hash_str(key, None, page_size=PAGE))
-
-    def only_on_disk(self) -> None:
-        """Drops the device tier, and fills DRAM with other pages so that all others leave it."""
-        self.cache.reset()
-        self.allocator.clear()
-        books = self.store._books
-        with books.table.lock:
-            books.room.evict(self.arena.num_slots)
-
-    def close(self) -> None:
-        self.cache.release_host_resources()

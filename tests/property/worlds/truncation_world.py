@@ -22,6 +22,14 @@ import pytest
 import torch
 
 from sglang_ext.device.composition import Hashes
+from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of
+from sglang_ext.provenance.request_state import state_of, wants_exact
+from sglang_ext.seam.page_hash import page_hasher
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.tiers.records.quality import Quality
+from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
+from sglang_ext.truncation.quotes import StoredRun
+from sglang_ext.truncation.truncator import Truncator
 from tests.property.worlds import taint_world
 from tests.property.worlds.taint_world import (
     DIM,
@@ -34,18 +42,6 @@ from tests.property.worlds.taint_world import (
     World,
     Wrong,
 )
-
-from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams  # isort: skip
-from sglang.srt.mem_cache.radix_cache import RadixKey  # isort: skip
-
-from sglang_ext.identity.tenancy import Tenant, note_tenant, tenant_of
-from sglang_ext.provenance.request_state import state_of, wants_exact
-from sglang_ext.seam.page_hash import page_hasher
-from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.tiers.records.quality import Quality
-from sglang_ext.truncation.lineage import CutLineage, QuoteLineage, attach_lineage, lineage_of
-from sglang_ext.truncation.quotes import StoredRun
-from sglang_ext.truncation.truncator import Truncator
 
 CONTEXT = 80
 ROOM = 2
@@ -190,7 +186,49 @@ def make_truncator(head_tokens: int, seed: int, **options: Any) -> Truncator:
     )
 
 
-class TruncationWorld(World):
+class CutPrompts:
+    """The brute-force model of prompts that were cut: what their rows may say.
+
+    Attributes:
+        truncator: cuts them.
+    """
+
+    truncator: Truncator
+
+    def seed(self, req: Any) -> int:
+        """What is said before a request's first row."""
+        raise NotImplementedError
+
+    def prints_behind(self, before: int, tokens: Sequence[int]) -> list[int]:
+        """What rows of tokens say that follow one another, behind a row that says `before`."""
+        raise NotImplementedError
+
+    def head(self, tokens: Sequence[int]) -> tuple[int, ...]:
+        """The tokens that a prompt never loses."""
+        return tuple(tokens[: self.truncator.head_of(tokens)])
+
+    def whose(self, req: Any) -> Whose:
+        """Who may share what is computed for a prompt that quotes."""
+        tenant = tenant_of(req)
+        assert tenant is not None
+        return tenant, self.head(req.tokens[: req.prompt_len])
+
+    def allowed(self, req: Any, end: int) -> list[set[int]]:
+        """What the rows before `end` may say."""
+        lineage, seed = lineage_of(req), self.seed(req)
+        sets = [{value} for value in self.prints_behind(seed, req.tokens[:end])]
+        if not isinstance(lineage, CutLineage) or wants_exact(req):
+            return sets
+        head, shift = lineage.cut.head, lineage.cut.num_dropped
+        whole = [*lineage.tokens, *req.tokens[lineage.cut.num_kept :]]
+        for start in (head, *lineage.cut.starts):
+            chain = self.prints_behind(seed, [*whole[:head], *whole[start:]])
+            for at in range(head, end):
+                sets[at].add(chain[at + shift - (start - head)])
+        return sets
+
+
+class TruncationWorld(CutPrompts, World):
     """One server's cache; conversations that grow, fork, quote one another and overflow."""
 
     def __init__(
@@ -276,27 +314,8 @@ class TruncationWorld(World):
         return req
 
     def enqueue(self, req: Request) -> None:
-        """As `_prefetch_kvcache` does."""
-        self.match(req)
-        matched, limit = req.prefix_len + req.host_hit_length, len(req.tokens) - 1
-        self.cache.prefetch_from_storage(
-            req.cache_request_handle,
-            req.last_node,
-            array("q", req.tokens[matched:limit]),
-            matched_prefix_tokens=array("q", req.tokens[:matched]),
-            extra_key=req.extra_key,
-            cache_salt=req.cache_salt,
-        )
-
-    def match(self, req: Request) -> None:
-        key = RadixKey(
-            req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1,
-            cache_salt=req.cache_salt,
-        )  # fmt: skip
-        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
-        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
-        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
+        """Asks for what it reuses; who calls this queues it."""
+        self.look_up(req)
 
     # ---- the model ----
 
@@ -308,15 +327,9 @@ class TruncationWorld(World):
             extra_key = lineage.extra_key
         return seed_of(extra_key, req.cache_salt)
 
-    def head(self, tokens: Sequence[int]) -> tuple[int, ...]:
-        """The tokens that a prompt never loses."""
-        return tuple(tokens[: self.truncator.head_of(tokens)])
-
-    def whose(self, req: Request) -> Whose:
-        """Who may share what is computed for a prompt that quotes."""
-        tenant = tenant_of(req)
-        assert tenant is not None
-        return tenant, self.head(req.tokens[: req.prompt_len])
+    def prints_behind(self, before: int, tokens: Sequence[int]) -> list[int]:
+        """See `CutPrompts`."""
+        return prints_of(tokens, before)
 
     def read_prints(self, rows: torch.Tensor, buffer: torch.Tensor) -> list[int]:
         self.at_rows("attends to", rows, writes=False)
@@ -344,23 +357,6 @@ class TruncationWorld(World):
             buffer[rows[start:]] = new
 
     # ---- checks ----
-
-    def allowed(self, req: Request, end: int) -> list[set[int]]:
-        """The brute-force model: fingerprints that the rows before `end` may have."""
-        lineage, seed = lineage_of(req), self.seed(req)
-        exact = prints_of(req.tokens[:end], seed)
-        if not isinstance(lineage, CutLineage):
-            return [{value} for value in exact]
-        head, shift = lineage.cut.head, lineage.cut.num_dropped
-        whole = [*lineage.tokens, *req.tokens[lineage.cut.num_kept :]]
-        sets = [{value} for value in exact]
-        if wants_exact(req):
-            return sets
-        for start in (head, *lineage.cut.starts):
-            chain = prints_of([*whole[:head], *whole[start:]], seed)
-            for at in range(head, end):
-                sets[at].add(chain[at + shift - (start - head)])
-        return sets
 
     def recomputed(self, req: Request, end: int) -> bool:
         """Whether the rows before `end` are what the request's own prompt gives, computed anew."""

@@ -16,7 +16,7 @@ import random
 import time
 import zlib
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,9 +34,7 @@ from sglang.srt.managers.schedule_batch import ReqKvInfo  # noqa: E402
 from sglang.srt.mem_cache import unified_radix_cache  # noqa: E402
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator  # noqa: E402
 from sglang.srt.mem_cache.base_prefix_cache import (  # noqa: E402
-    CacheRequestHandle,
     EvictParams,
-    MatchPrefixParams,
 )
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams  # noqa: E402
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool  # noqa: E402
@@ -76,6 +74,7 @@ from sglang_ext.tiers.records.record import parse_header  # noqa: E402
 from sglang_ext.tiers.remote.remote_store import RemoteStore  # noqa: E402
 from sglang_ext.tiers.store import KeySpace, PageStore, PageStoreConfig  # noqa: E402
 from sglang_ext.tiers.store.types import READY  # noqa: E402
+from tests.property.worlds.scheduler import Scheduler, SchedulerRequest  # noqa: E402
 
 PAGE, HEADS, DIM = 4, 2, 16
 CODED_HEADS = 32  # so that a page is of several blocks of a disk, and coding it saves some
@@ -155,7 +154,7 @@ class Identity:
 
 
 @dataclass
-class Request:
+class Request(SchedulerRequest):
     """What of SGLang's `Req` the cache looks at."""
 
     rid: str
@@ -180,25 +179,8 @@ class Request:
     num_decoded: int = 0
     done: bool = False
 
-    def __post_init__(self) -> None:
-        custom = {"hier_kv_exact": True} if self.exact else None
-        self.sampling_params = SimpleNamespace(custom_params=custom)
-        self.prompt_len = len(self.tokens)
-        self.cache_request_handle = CacheRequestHandle(self.rid, 0)
-
-    @property
-    def full_untruncated_fill_ids(self) -> array[int]:
-        return array("q", self.tokens)
-
-    @property
-    def origin_input_ids(self) -> array[int]:
-        return array("q", self.tokens[: self.prompt_len])
-
     def get_fill_ids(self) -> array[int]:
         return array("q", self.tokens[: self.extend_end])
-
-    def finished(self) -> bool:
-        return self.done
 
 
 def record_tier(folder: Path, disk_bytes: int, coded: str) -> RecordTier | None:
@@ -241,7 +223,7 @@ class WrongKVError(AssertionError):
     """Rows or pages are not what they are taken for."""
 
 
-class WindowWorld:
+class WindowWorld(Scheduler):
     """One server's cache; `step` does one random thing.
 
     Attributes:
@@ -461,10 +443,6 @@ class WindowWorld:
             out.append((DRAFT, False, pool.v_buffer[0], 1))
         return out
 
-    def rows_of(self, req: Request, start: int, end: int) -> torch.Tensor:
-        rows: torch.Tensor = self.req_pool.req_to_token[req.kv.req_pool_idx, start:end]
-        return rows.to(torch.int64)
-
     def window_rows(self, rows: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = self.allocator.full_to_swa_index_mapping[rows]
         return found
@@ -609,26 +587,11 @@ class WindowWorld:
     def enqueue(self, req: Request) -> None:
         """As `_add_request_to_queue` does."""
         self.note_pages(req)
-        self.match(req)
-        matched = req.prefix_len + req.host_hit_length
-        limit = len(req.tokens) - 1
-        self.cache.prefetch_from_storage(
-            req.cache_request_handle,
-            req.last_node,
-            array("q", req.tokens[matched:limit]),
-            matched_prefix_tokens=array("q", req.tokens[:matched]),
-            extra_key=req.extra_key,
-        )
-        self.waiting.append(req)
+        super().enqueue(req)
 
     def match(self, req: Request) -> None:
         """As `match_kv_cache` does."""
-        key = RadixKey(req.full_untruncated_fill_ids, req.extra_key, limit=len(req.tokens) - 1)
-        result = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
-        req.prefix_len, protected = result.device_prefix_len, result.cache_protected_len
-        req.kv.cache_protected_len = req.prefix_len if protected is None else protected
-        req.last_node, req.host_hit_length = result.last_device_node, result.host_hit_length
-        req.swa_branching_seqlen = result.swa_branching_seqlen
+        req.swa_branching_seqlen = self.matched(req).swa_branching_seqlen
 
     def admit(self, req: Request, chunk: int | None = None) -> bool:
         """As the scheduler does: match, lock, load, allocate, compute, insert."""
@@ -680,17 +643,11 @@ class WindowWorld:
     def make_room_for_states(self, req: Request) -> None:
         """There are no states."""
 
-    def give_up(self, req: Request) -> None:
-        """No room: what was prepared is taken back, as SGLang does when it aborts a request."""
-        loaded = self.cache.linker.private_load_indices.get(req.rid)
-        self.cache.release_aborted_request(req.cache_request_handle)
-        if loaded is not None:
-            window = self.window_rows(loaded)
-            self.allocator.swa_attn_allocator.free(window[window > 0])
-            self.allocator.clear_full_to_swa_mapping(loaded)
-            self.allocator.full_attn_allocator.free(loaded)
-        self.cache.unlock(req.lock)
-        self.waiting.remove(req)
+    def free_loaded(self, rows: torch.Tensor) -> None:
+        window = self.window_rows(rows)
+        self.allocator.swa_attn_allocator.free(window[window > 0])
+        self.allocator.clear_full_to_swa_mapping(rows)
+        self.allocator.full_attn_allocator.free(rows)
 
     def allocate(self, num: int) -> torch.Tensor | None:
         if num == 0:
@@ -704,43 +661,11 @@ class WindowWorld:
         found: torch.Tensor = rows
         return found
 
-    def write(self, req: Request, start: int, rows: torch.Tensor) -> None:
-        span = slice(start, start + len(rows))
-        self.req_pool.write((req.kv.req_pool_idx, span), rows.to(torch.int32))
-
     def checkpoint(self, req: Request, up_to: int) -> None:
         req.extend_end = up_to
         self.cache.checkpoint(req, up_to=up_to)
         req.prefix_len = req.kv.kv_committed_len = up_to
         self.check_attended(req, up_to)
-
-    def go_on(self, req: Request) -> None:
-        """Computes the rest of the prompt, or new tokens one by one, and ends."""
-        start = req.prefix_len
-        if start < req.prompt_len:
-            end = min(req.prompt_len, (start + 8) // PAGE * PAGE or 8)
-            end = max(end, start + 1)
-        elif req.num_new:
-            req.num_new -= 1
-            req.tokens.append(self.rng.randrange(3))
-            end = len(req.tokens)
-            self.slide(req)
-        else:
-            self.finish(req)
-            return
-        if end > req.kv.kv_allocated_len:
-            need = -(-end // PAGE) * PAGE - req.kv.kv_allocated_len
-            rows = self.allocate(need)
-            if rows is None:
-                self.retract(req)
-                return
-            self.write(req, req.kv.kv_allocated_len, rows)
-            req.kv.kv_allocated_len += need
-        self.forward(req, start, end)
-        if end <= req.prompt_len:
-            self.checkpoint(req, end)
-        else:
-            req.prefix_len = end
 
     def slide(self, req: Request) -> None:
         """As `maybe_evict_swa` does before a decode: the window leaves rows behind."""
@@ -761,23 +686,11 @@ class WindowWorld:
 
     def retract(self, req: Request) -> None:
         """Its KV is dropped, and it waits again."""
-        self.running.remove(req)
-        assert not self.cache.claim_kv_row(req)
-        self.release(req)
-        req.kv = ReqKvInfo()
-        req.prompt_len = len(req.tokens)
+        self.drop_kv(req)
         req.num_decoded, req.swa_branching_seqlen = 0, None
         handle = req.cache_request_handle
         req.cache_request_handle = dataclasses.replace(handle, attempt_id=handle.attempt_id + 1)
         self.enqueue(req)
-
-    def release(self, req: Request) -> None:
-        span = (req.kv.cache_protected_len, req.kv.kv_allocated_len)
-        if span[0] < span[1]:
-            self.cache.free_kv_row(req.kv, [span])
-        self.cache.unlock(req.lock)
-        req.lock = None
-        self.req_pool.free(req)
 
     # ---- random steps ----
 
@@ -801,16 +714,6 @@ class WindowWorld:
         if not self.waiting or len(self.running) >= 5:
             return False
         return self.admit(self.rng.choice(self.waiting), self.rng.choice((None, 8, 12)))
-
-    def _do_go_on(self) -> bool | None:
-        if not self.running:
-            return False
-        self.go_on(self.rng.choice(self.running))
-        return None
-
-    def _do_events(self) -> None:
-        self.cache.check_hicache_events()
-        self.check_store()
 
     def _do_evict(self) -> None:
         """Both pools, or one of them."""
@@ -837,21 +740,11 @@ class WindowWorld:
             return False
         return None
 
-    def _do_retract(self) -> bool | None:
-        if not self.running:
-            return False
-        self.retract(self.rng.choice(self.running))
-        return None
-
     def _do_flush(self) -> bool | None:
         if self.running:
             return False
         self.flush()
         return None
-
-    def flush(self) -> None:
-        self.cache.reset()
-        self.allocator.clear()
 
     def _do_change_weights(self) -> bool | None:
         """Nothing runs; requests wait."""
@@ -885,9 +778,6 @@ class WindowWorld:
             lookahead.demote(space, hashes)
         return None
 
-    def _do_breathe(self) -> None:
-        time.sleep(self.rng.choice((0.0, 0.001)))
-
     # ---- the end ----
 
     def drain(self) -> None:
@@ -910,18 +800,6 @@ class WindowWorld:
             self.step()
         self.drain()
 
-    def settle(self) -> None:
-        """Saves, reads and writes in flight land."""
-        assert self.cache.hier_linker.quiesce()
-        self.wait_for(lambda: not self.cache.hier_linker.numbers_of_saves()[0])  # nor what follows
-        self.cache.check_hicache_events()
-        assert self.store.wait_idle(300)
-        self.wait_for(
-            lambda: not self.store.stats()["spill_queue_pages"] and not self.arena._pins.any()
-        )
-        self.check_store()
-        self.store.check()
-
     def check_nothing_is_held(self) -> None:
         """No lock, row, plan or question outlives the requests."""
         assert not self.cache.linker.pending_offloads
@@ -933,13 +811,6 @@ class WindowWorld:
             assert each.available_size() == each.size, "rows are lost"
         assert not self.allocator.full_to_swa_index_mapping[:-1].any()
 
-    def wait_for(self, state: Callable[[], bool]) -> None:
-        """Waits until the store's threads have brought about what `state` asks."""
-        deadline_s = time.monotonic() + 300
-        while not state():
-            assert time.monotonic() < deadline_s, self.store.stats()
-            time.sleep(0.002)
-
     def run(self, tokens: list[int]) -> Request:
         """One request from its arrival to its end; saves land."""
         req = Request(f"r{self._next}", list(tokens), 0)
@@ -948,20 +819,10 @@ class WindowWorld:
         self.drain()
         return req
 
-    def only_on_disk(self) -> None:
-        """Drops the device tier and DRAM."""
-        self.flush()
-        books = self.store._books
-        with books.table.lock:
-            books.room.evict(self.arena.num_slots)
-
     def keys(self, tokens: list[int], extra_key: str | None, salt: str | None) -> list[str]:
         whole = RadixKey(array("q", tokens), extra_key, is_bigram=self.of_pairs, cache_salt=salt)
         key = whole.page_aligned(PAGE)
         return list(get_storage_hash_str(key, None, page_size=PAGE)) if len(key) else []
-
-    def close(self) -> None:
-        self.cache.release_host_resources()
 
 
 _WEIGHTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,13 @@ def read(
         if result.outcome is OK:
             assert_right(item.key, out[: result.num_bytes])
     return [result.outcome for result in results]
+
+
+def heads(
+    store: RemoteStore, items: Sequence[PutItem], timeout_s: float | None = None
+) -> list[Outcome]:
+    """What the store says of the items without their bytes."""
+    return [head.outcome for head in store.head([item.key for item in items], timeout_s)]
 
 
 def assert_right(key: RemoteKey, record: ByteArray) -> None:

@@ -166,7 +166,7 @@ def test_a_store_that_is_down_delays_no_save_and_pages_are_counted(
     try:
         hashes = pages("a", 4 * SLOTS)
         while host.remote.usable:  # until the breaker is open
-            host.remote.exists([])
+            host.remote.head([])
             assert host.save(pages(f"x{time.monotonic()}", 1)) == 1
         assert host.save(hashes) == len(hashes)
         assert host.offered() == 0

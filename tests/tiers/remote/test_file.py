@@ -22,6 +22,7 @@ import pytest
 from sglang_ext.tiers.disk import DiskConfig, DiskTier
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote import RemoteStore
+from sglang_ext.tiers.remote.base import Deadline, Usage
 from sglang_ext.tiers.remote.breaker import BreakerConfig
 from sglang_ext.tiers.remote.engines import file_reclaim
 from sglang_ext.tiers.remote.engines.file_engine import FileEngine
@@ -41,6 +42,7 @@ from tests.tiers.remote.remote_cases import (
     TIMEOUT,
     UNAVAILABLE,
     WAIT_S,
+    heads,
     make_item,
     make_items,
     open_store,
@@ -83,6 +85,10 @@ def _reclaimer(store: RemoteStore) -> Any:
     engine = store._engine
     assert isinstance(engine, FileEngine)
     return engine.reclaimer
+
+
+def _usage(store: RemoteStore) -> Usage:
+    return store._engine.usage(Deadline.after(WAIT_S))
 
 
 def _scans(reclaimer: Any) -> bool:
@@ -174,7 +180,7 @@ def test_the_oldest_go_when_the_folder_is_too_full(open_: Open, tmp_path: Path) 
     assert left[0]
     assert not any(left[1:4])
     assert all(left[-20:])
-    assert store.usage() == (PAGE_BYTES * len(_values(tmp_path)), 40 * PAGE_BYTES)
+    assert _usage(store) == (PAGE_BYTES * len(_values(tmp_path)), 40 * PAGE_BYTES)
 
 
 def test_folders_without_a_file_go(open_: Open, tmp_path: Path) -> None:
@@ -267,7 +273,7 @@ def test_a_hole_takes_no_room(open_: Open, tmp_path: Path) -> None:
     assert _scans(_reclaimer(store))
     assert len(_values(tmp_path)) == 20
     sparse_bytes = sparse.stat().st_blocks * 512
-    assert store.usage() == (19 * PAGE_BYTES + sparse_bytes, 40 * PAGE_BYTES)
+    assert _usage(store) == (19 * PAGE_BYTES + sparse_bytes, 40 * PAGE_BYTES)
 
 
 @contextlib.contextmanager
@@ -304,10 +310,10 @@ def _wait_for_usage(store: RemoteStore, expected: Callable[[], tuple[int, int]])
     A look that room is made behind may still remove something, so what is expected is asked anew.
     """
     for _ in range(20):
-        if store.usage() == expected():
+        if _usage(store) == expected():
             return
         assert _scans(_reclaimer(store))
-    assert store.usage() == expected()
+    assert _usage(store) == expected()
 
 
 @contextlib.contextmanager
@@ -503,7 +509,7 @@ def test_values_are_forgotten_after_their_time(open_: Open, tmp_path: Path) -> N
         os.utime(path, (old, old))
     outcomes = read(store, items)
     assert sorted(outcome.value for outcome in outcomes) == ["missing", "missing", "ok"]
-    assert store.exists([item.key for item in items]) == outcomes
+    assert heads(store, items) == outcomes
     assert sorted(o.value for o in store.put(items)) == ["kept", "ok", "ok"]
     for path in _values(tmp_path):
         os.utime(path, (old, old))
@@ -557,7 +563,7 @@ def test_what_others_put_in_a_values_place_is_a_miss_alone(
         places.append(path)
     for _ in range(20):
         assert read(store, items) == [MISSING] * 3 + [OK] * 2
-    assert store.exists([item.key for item in items]) == [MISSING] * 3 + [OK] * 2
+    assert heads(store, items) == [MISSING] * 3 + [OK] * 2
     assert store.usable
     assert store.put(items) == [UNAVAILABLE] * 3 + [KEPT] * 2
     assert store.usable
@@ -596,7 +602,7 @@ def test_what_others_put_in_a_folders_place_is_a_miss_alone(
             assert store.put([blocked, more]) == [UNAVAILABLE, OK]
             assert store.put([blocked]) == [UNAVAILABLE]
             assert read(store, [blocked]) == [MISSING]
-            assert store.exists([blocked.key]) == [MISSING]
+            assert heads(store, [blocked]) == [MISSING]
             assert store.delete([blocked.key]) == 0
         assert store.usable
         assert store.put([other]) == [OK]

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from sglang_ext.tiers.remote import GetRequest, GetResult, PutItem, RemoteStore
+from sglang_ext.tiers.remote.base import Deadline
 from sglang_ext.tiers.remote.ranges import RangeRequest
 from testkit.remote.mooncake_server import MooncakeServer, mooncake_missing
 from testkit.remote.redis_server import RedisCluster, RedisServer, TlsFiles, redis_binary
@@ -27,6 +28,7 @@ from tests.tiers.remote.remote_cases import (
     UNAVAILABLE,
     WAIT_S,
     assert_right,
+    heads,
     make_item,
     make_items,
     open_store,
@@ -268,12 +270,6 @@ def test_what_was_rejected_is_stored_anew(store: RemoteStore) -> None:
     assert store.read_ranges([request])[0].outcome == OK
 
 
-def test_exists_says_so(store: RemoteStore) -> None:
-    items = make_items(range(5))
-    store.put(items[1:3])
-    assert store.exists([item.key for item in items]) == [MISSING, OK, OK, MISSING, MISSING]
-
-
 def test_a_record_that_does_not_fit_is_a_miss(store: RemoteStore) -> None:
     items = [make_item(1), make_item(2, LONG_BYTES)]
     store.put(items)
@@ -299,7 +295,6 @@ def test_empty_calls_do_nothing(store: RemoteStore) -> None:
     assert store.put([]) == []
     assert store.get([]) == []
     assert store.head([]) == []
-    assert store.exists([]) == []
     assert store.delete([]) == 0
 
 
@@ -308,16 +303,15 @@ def test_what_is_deleted_is_gone_and_nothing_else(store: RemoteStore) -> None:
     assert store.put(items) == [OK] * 40
     keys = [item.key for item in items]
     assert store.delete([*keys[:25], never_there]) == 25
-    assert store.exists(keys) == [MISSING] * 25 + [OK] * 15
+    assert heads(store, items) == [MISSING] * 25 + [OK] * 15
     assert store.delete(keys[:25]) == 0
     assert store.put(items[:25]) == [OK] * 25
-    assert store.exists(keys) == [OK] * 40
+    assert heads(store, items) == [OK] * 40
 
 
 def test_usage_is_told_or_zero(store: RemoteStore) -> None:
     store.put(make_items(range(10)))
-    usage = store.usage()
-    assert usage is not None
+    usage = store._engine.usage(Deadline.after(WAIT_S))
     assert usage.used_bytes >= 0
 
 
@@ -372,8 +366,6 @@ def test_after_close_everything_is_a_miss_and_no_thread_is_left(
     store.close()
     assert read(store, [item]) == [UNAVAILABLE]
     assert store.put([item]) == [UNAVAILABLE]
-    assert store.exists([item.key]) == [UNAVAILABLE]
-    assert [head.outcome for head in store.head([item.key])] == [UNAVAILABLE]
-    assert store.usage() is None
+    assert heads(store, [item]) == [UNAVAILABLE]
     left = set(threading.enumerate()) - before
     assert not [thread for thread in left if thread.is_alive()], left

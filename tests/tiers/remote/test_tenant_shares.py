@@ -29,6 +29,7 @@ from tests.tiers.remote.remote_cases import (
     OK,
     PAGE_BYTES,
     WAIT_S,
+    heads,
     make_item,
     make_items,
     open_store,
@@ -104,7 +105,7 @@ def age(folder: Path, by_s: int) -> None:
 
 
 def num_there(store: RemoteStore, numbers: range) -> int:
-    return sum(outcome is OK for outcome in store.exists([i.key for i in make_items(numbers)]))
+    return heads(store, make_items(numbers)).count(OK)
 
 
 def test_who_is_above_its_share_gives_first_however_young(open_: Open, tmp_path: Path) -> None:

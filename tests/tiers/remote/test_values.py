@@ -130,9 +130,6 @@ class _Forger(RemoteEngine):
 
     def put(self, *_: Any) -> None: ...
 
-    def exists(self, names: Sequence[str], deadline: Deadline) -> list[bool]:
-        return [False] * len(names)
-
     def touch(self, *_: Any) -> None: ...
 
     def delete(self, names: Sequence[str], deadline: Deadline) -> int:

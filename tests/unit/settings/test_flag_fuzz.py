@@ -19,7 +19,7 @@ from sglang_ext.assembly import preflight
 from sglang_ext.assembly.preflight import check_machine
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.tiers import memory
+from sglang_ext.tiers import anonymous_memory
 from tests.long_form import count
 
 NUM_CASES = count(1500, 30000)
@@ -197,7 +197,7 @@ def test_a_containers_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     (tmp_path / "cgroup").mkdir()
     for name, value in (("memory.max", 3 << 30), ("memory.current", 1 << 30), ("memory.stat", "")):
         (tmp_path / "cgroup" / name).write_text(f"{value}\n" if value else "inactive_file 0\n")
-    found = memory.available_bytes(tmp_path / "proc", tmp_path / "cgroup")
+    found = anonymous_memory.available_bytes(tmp_path / "proc", tmp_path / "cgroup")
     monkeypatch.setattr(preflight, "available_bytes", lambda: found)
     check_machine(HierKVConfig(host_size=1.9))
     with pytest.raises(HierKVConfigError, match=r"more than the 2\.0 GiB of memory"):

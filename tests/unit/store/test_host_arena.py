@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.tiers import host
+from sglang_ext.tiers.anonymous_memory import PAGE_BYTES
 from sglang_ext.tiers.errors import (
     TierClosedError,
     TierConfigError,
@@ -20,7 +21,6 @@ from sglang_ext.tiers.errors import (
     TierUsageError,
 )
 from sglang_ext.tiers.host import HostArena
-from sglang_ext.tiers.memory import PAGE_BYTES
 
 SLOT_BYTES = 8192
 

@@ -126,8 +126,7 @@ def test_reused_row_starts_clean_and_is_not_listed() -> None:
     index = PageIndex(1)
     row = index.insert(random_hashes(1, seed=1), NS).rows
     zeros: list[npt.NDArray[Any]] = [
-        index.block, index.num_blocks, index.disk_quality, index.flags, index.quality, index.hits,
-        index.stamp,
+        index.block, index.num_blocks, index.disk_quality, index.flags, index.quality, index.stamp,
     ]  # fmt: skip
     for column in [*zeros, index.host_slot, index.segment]:
         column[row] = 9
@@ -256,11 +255,9 @@ def test_rows_by_segment_and_namespace() -> None:
     assert len(rows_of_segment(index, NO_SEGMENT)) == 11
 
 
-def test_hits_saturate_and_stamp_is_set() -> None:
+def test_stamp_of_a_use_is_the_clocks_low_bits() -> None:
     index = filled(3)
-    index.hits[1] = 65534
-    index.note_hits([1, 1, 1, -1, 2], clock=2**32 + 5)
-    assert index.hits.tolist() == [0, 65535, 1]
+    index.note_use([1, 1, 1, -1, 2], clock=2**32 + 5)
     assert index.stamp.tolist() == [0, 5, 5]
 
 
@@ -356,7 +353,7 @@ def test_check_finds_damage(damage: object) -> None:
         index.check()
 
 
-COMPILED = ["insert", "lookup", "lru_remove", "lru_sink", "lru_tail", "lru_touch", "note_hits",
+COMPILED = ["insert", "lookup", "lru_remove", "lru_sink", "lru_tail", "lru_touch", "note_use",
             "prefix", "remove", "rows_where"]  # fmt: skip
 
 

@@ -281,25 +281,6 @@ class FileEngine(RemoteEngine):
 
         self._run(work, lambda item: on_stored(*item), deadline)
 
-    def exists(self, names: Sequence[str], deadline: Deadline) -> list[bool]:
-        """See `RemoteEngine.exists`."""
-        found: list[bool] = []
-
-        def work(errand: CancellableTask[bool]) -> None:
-            for name in names:
-                with _absence_suppressed(), self._folders.folder_of(name) as (folder, file):
-                    status = _status(folder, file)
-                    errand.emit(
-                        status is not None
-                        and stat.S_ISREG(status.st_mode)
-                        and not self._is_expired(status)
-                    )
-                    continue
-                errand.emit(False)
-
-        self._run(work, found.append, deadline)
-        return found
-
     def touch(self, names: Sequence[str], deadline: Deadline) -> None:
         """See `RemoteEngine.touch`."""
 

@@ -174,15 +174,10 @@ class MooncakeEngine(RemoteEngine):
                     raise RemoteFullError("no node of the store has room")
                 _check(codes, len(items))
 
-    def exists(self, names: Sequence[str], deadline: Deadline) -> list[bool]:
-        """See `RemoteEngine.exists`."""
-        with self._reads.hold(deadline):
-            codes = _check(self._reads.call("exists", list(names), deadline), len(names))
-        return [code == 1 for code in codes]
-
     def touch(self, names: Sequence[str], deadline: Deadline) -> None:
         """See `RemoteEngine.touch`. Asking for a value is what keeps it."""
-        self.exists(names, deadline)
+        with self._reads.hold(deadline):
+            _check(self._reads.call("exists", list(names), deadline), len(names))
 
     def delete(self, names: Sequence[str], deadline: Deadline) -> int:
         """See `RemoteEngine.delete`. What was read in the last seconds goes, too."""

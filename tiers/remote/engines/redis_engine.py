@@ -234,10 +234,6 @@ class RedisEngine(RemoteEngine):
 
         self._run([command(*item) for item in enumerate(values)], deadline)
 
-    def exists(self, names: Sequence[str], deadline: Deadline) -> list[bool]:
-        """See `RemoteEngine.exists`."""
-        return [bool(reply) for reply in self._each("EXISTS", names, (), deadline)]
-
     def touch(self, names: Sequence[str], deadline: Deadline) -> None:
         """See `RemoteEngine.touch`."""
         if self._ttl_ms:

@@ -64,7 +64,7 @@ class Loads:
     def pin_present(self, space: KeySpace, hashes: Hashes) -> tuple[Hashes, Slots]:
         """Pins those of some pages that are ready in DRAM; for who sends them away.
 
-        No use of theirs: neither their age nor their hits change. `release` gives the pins back.
+        No use of theirs: their age does not change. `release` gives the pins back.
         """
         with self._table.lock:
             ready, rows = self._lookups.having(space.number, hashes, READY)
@@ -108,7 +108,7 @@ class Loads:
     def _use(self, space: KeySpace, rows: Rows) -> None:
         self._table.touch(rows)
         self.clock += 1
-        self._index.note_hits(rows, self.clock)
+        self._index.note_use(rows, self.clock)
         self._spills.used(space, rows)
 
     def count(self, ticket: LoadTicket, hashes: Hashes) -> None:

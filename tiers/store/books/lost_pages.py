@@ -8,7 +8,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from sglang_ext.tiers.memory import lazy_zeros
+from sglang_ext.tiers.anonymous_memory import lazy_zeros
 from sglang_ext.tiers.store.types import Hashes
 
 # Places for each page that the index can hold, and their bounds: 8 bytes each, 32 MiB at most.

@@ -103,22 +103,12 @@ class Saves:
             table.link(path)
             table.touch(path)  # before room is made: the path must not be pushed out by its child
             self._room.note_save(len(pages) + len(back))
-            kept = np.empty(0, np.int32)
-            if len(pages) or len(back):
-                kept = self._only_in_dram(path)
-            table.pin(kept)  # what comes behind a gap would be of no use
-            slots = self._room.alloc_for_save(len(pages), space.tenant)
-            if before_plans:
-                slots = self._alloc_of_plans(slots, len(pages), space.tenant)
-            refused = pages[len(slots) :]
-            if not len(refused):  # what the disk has gets what the others leave
-                pages, slots = self._with_back(pages, slots, back, space.tenant)
-            table.unpin(kept)
-            num = len(slots)
+            pages, slots, refused = self._take_slots(
+                path, pages, back, space.tenant, before_plans=before_plans
+            )
             why = Absence.NOT_SAVED if before_plans else None  # a fetch: nothing is lost
             table.remove(rows[refused][created[refused]], why)
             dropped = int((rows < 0).sum()) + len(refused)
-            pages = pages[:num]
             ticket = SaveTicket(
                 space, pages, rows[pages], slots, dropped, path, quality[pages], ~created[pages],
                 hashes[pages],
@@ -126,9 +116,30 @@ class Saves:
             self._fill(ticket)
             table.touch(path)
             table.in_flight.begin()
-        table.counters.add("duplicate_pages", len(hashes) - num - dropped)
+        table.counters.add("duplicate_pages", len(hashes) - len(slots) - dropped)
         table.counters.add("save_dropped_pages", dropped)
         return ticket
+
+    def _take_slots(
+        self, path: Rows, pages: Rows, back: Rows, tenant: int, *, before_plans: bool
+    ) -> tuple[Rows, Slots, Rows]:
+        """Takes slots for pages and, once all of these have one, for those of `back`.
+
+        Returns:
+            The pages that got one, in path order, their slots, and those of `pages` that got none.
+        """
+        kept = np.empty(0, np.int32)
+        if len(pages) or len(back):
+            kept = self._only_in_dram(path)
+        self._table.pin(kept)  # what comes behind a gap would be of no use
+        slots = self._room.alloc_for_save(len(pages), tenant)
+        if before_plans:
+            slots = self._alloc_of_plans(slots, len(pages), tenant)
+        refused = pages[len(slots) :]
+        if not len(refused):  # what the disk has gets what the others leave
+            pages, slots = self._with_back(pages, slots, back, tenant)
+        self._table.unpin(kept)
+        return pages[: len(slots)], slots, refused
 
     def _with_back(self, pages: Rows, slots: Slots, back: Rows, tenant: int) -> tuple[Rows, Slots]:
         """Pages and their slots, in path order, with those of `back` that there is room for."""

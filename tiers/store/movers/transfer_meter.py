@@ -16,6 +16,7 @@ from collections.abc import Callable
 from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.policy.cost_model import TransferBacklog
 from sglang_ext.tiers.store.types import StoreCounters
+from sglang_ext.tiers.store.worker_failures import note_failure
 
 failures = FailureLog(logging.getLogger(__name__))
 
@@ -117,8 +118,7 @@ class TransferMeter:
             try:
                 self._on_measured(*measured)
             except Exception:
-                self._counters.add("worker_failures")
-                failures.exception("hier-kv: the speed of a transfer could not be noted")
+                note_failure(self._counters, failures, "the speed of a transfer could not be noted")
 
     def queue(self) -> TransferBacklog:
         """What the disk has to do now."""

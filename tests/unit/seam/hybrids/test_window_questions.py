@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+from collections.abc import Callable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -71,14 +73,7 @@ def test_what_is_wished_for_is_there_and_is_the_furthest_of_what_was_asked_for()
         least = resumable(tail, here)
         entered: dict[str, ReusablePrefix] = {}
         store = Store(here, remote)
-        window_questions = PlaceQuestions(
-            WindowQuestion,
-            LAYERS,
-            store,  # type: ignore[arg-type]
-            partial(enter, entered),
-            lambda _: None,
-            longest_s=30.0,
-        )
+        window_questions = questions_of(store, enter=partial(enter, entered))
         space: Any = SimpleNamespace()
         wish = ReusablePrefix(space, hashes[:above], above, 0)
         window_questions.begin("one", wish, None, tail, num, least)
@@ -117,6 +112,16 @@ def resumable(tail: Any, keys: set[bytes]) -> int:
     return resume_length(full, window, PAGES)
 
 
+def questions_of(
+    store: Store, *, enter: Callable[..., None] = lambda *_: None, longest_s: float = 30.0,
+    clock: Callable[[], float] = time.monotonic,
+) -> PlaceQuestions:  # fmt: skip
+    of_store: Any = store
+    return PlaceQuestions(
+        WindowQuestion, LAYERS, of_store, enter, lambda _: None, longest_s=longest_s, clock=clock
+    )
+
+
 def enter(entered: dict[Any, ReusablePrefix], handle: Any, wish: ReusablePrefix, key: Any) -> None:
     entered[handle] = wish
 
@@ -124,15 +129,7 @@ def enter(entered: dict[Any, ReusablePrefix], handle: Any, wish: ReusablePrefix,
 def test_a_store_that_does_not_answer_is_waited_for_as_long_as_was_said() -> None:
     hashes = np.frombuffer(random.Random(1).randbytes(32 * 4), np.uint8).reshape(-1, 32)
     now, store = [0.0], Store(set(), set())
-    window_questions = PlaceQuestions(
-        WindowQuestion,
-        LAYERS,
-        store,  # type: ignore[arg-type]
-        lambda handle, wish, key: None,
-        lambda _: None,
-        longest_s=2.0,
-        clock=lambda: now[0],
-    )
+    window_questions = questions_of(store, longest_s=2.0, clock=lambda: now[0])
     space: Any = SimpleNamespace()
     window_questions.begin("one", ReusablePrefix(space, hashes[:0], 0, 0), None, hashes, 4, 0)
     (asked,) = store.questions
@@ -157,14 +154,7 @@ def test_a_rank_is_told_of_the_last_page_only_where_all_of_it_is_there() -> None
         remote = {row.tobytes() for row in (*tail, *LAYERS.entries(tail))}
         remote |= {part for part in parts if rng.random() < 0.8}
         store = Store(here, remote)
-        window_questions = PlaceQuestions(
-            WindowQuestion,
-            LAYERS,
-            store,  # type: ignore[arg-type]
-            lambda handle, wish, key: None,
-            lambda _: None,
-            longest_s=30.0,
-        )
+        window_questions = questions_of(store)
         space: Any = SimpleNamespace()
         question = window_questions.ask(space, tail, last, 0, 0)
         assert question is not None
@@ -181,13 +171,6 @@ def test_a_rank_is_told_of_the_last_page_only_where_all_of_it_is_there() -> None
 def test_nothing_is_asked_for_a_rank_that_waits_for_nothing() -> None:
     hashes = np.frombuffer(random.Random(1).randbytes(32 * 4), np.uint8).reshape(-1, 32)
     store, space = Store(set(), set()), SimpleNamespace()
-    window_questions = PlaceQuestions(
-        WindowQuestion,
-        LAYERS,
-        store,  # type: ignore[arg-type]
-        lambda handle, wish, key: None,
-        lambda _: None,
-        longest_s=0.0,
-    )
+    window_questions = questions_of(store, longest_s=0.0)
     assert window_questions.ask(space, hashes, hashes[:0], 0, 0) is None  # type: ignore[arg-type]
     assert not store.questions

@@ -10,9 +10,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.tiers.anonymous_memory import lazy_zeros
 from sglang_ext.tiers.base import Location
 from sglang_ext.tiers.index import PageIndex
-from sglang_ext.tiers.memory import lazy_zeros
 from sglang_ext.tiers.policy import PlacementPolicy
 from sglang_ext.tiers.store.types import FILLING, ON_DISK, READY, Rows
 

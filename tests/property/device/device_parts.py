@@ -17,7 +17,7 @@ from testkit.simulated.device import Clock
 from tiers.store.types import StoreCounters
 
 if TYPE_CHECKING:
-    from tests.property.worlds.device_world import DeviceWorld
+    from tests.property.device.device_world import DeviceWorld
 
 LAYERS, PAGE, HEADS, DIM, MAX_POSITION = 3, 4, 2, 8, 256
 SLOTS, PAGES, CONTENTS = 30, 40, 6

@@ -35,7 +35,7 @@ from testkit.simulated.device import (  # noqa: E402
 )
 from testkit.simulated.kernels import SimulatedKernels, pool_cell  # noqa: E402
 from tests.long_form import count  # noqa: E402
-from tests.property.worlds.device_parts import (  # noqa: E402
+from tests.property.device.device_parts import (  # noqa: E402
     CONTENTS,
     DIM,
     HEADS,

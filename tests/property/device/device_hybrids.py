@@ -36,7 +36,7 @@ from sglang_ext.device.windows.window_layers import WindowLayers  # noqa: E402
 from sglang_ext.kernels import rope as rope_kernels  # noqa: E402
 from testkit.simulated.device import ConflictError  # noqa: E402
 from testkit.simulated.kernels import SimulatedSnapshots  # noqa: E402
-from tests.property.worlds.device_parts import (  # noqa: E402
+from tests.property.device.device_parts import (  # noqa: E402
     CONTENTS,
     DIM,
     LAYERS,
@@ -46,7 +46,7 @@ from tests.property.worlds.device_parts import (  # noqa: E402
     Offer,
     make_pool,
 )
-from tests.property.worlds.device_world import DeviceWorld  # noqa: E402
+from tests.property.device.device_world import DeviceWorld  # noqa: E402
 
 
 def bound() -> Any:

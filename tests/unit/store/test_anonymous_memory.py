@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from sglang_ext.tiers.errors import TierConfigError
-from sglang_ext.tiers.memory import (
+from sglang_ext.tiers.anonymous_memory import (
     PAGE_BYTES,
     available_bytes,
     lazy_zeros,
@@ -16,6 +15,7 @@ from sglang_ext.tiers.memory import (
     populate,
     round_up,
 )
+from sglang_ext.tiers.errors import TierConfigError
 
 
 def resident_bytes(address: int, num_bytes: int) -> int:
