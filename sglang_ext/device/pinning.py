@@ -9,8 +9,8 @@ from typing import Any
 
 from sglang_ext.device.ports import numa
 from sglang_ext.device.ports.cudart import forget_error
+from sglang_ext.tiers.anonymous_memory import keep_from_children
 from sglang_ext.tiers.host import HostArena
-from sglang_ext.tiers.memory import keep_from_children
 
 logger = logging.getLogger(__name__)
 
