@@ -59,14 +59,14 @@ class DiskPages:
         if pages.quality.any():
             self._table.has_inexact = True
             pages = pages.take(np.argsort(~pages.quality, kind="stable"))
-        counted = pages.take(_last_of_each(pages.hashes))
-        if len(counted) < len(pages):  # copies that do not count: holes
+        counting = _last_of_each(pages.hashes)
+        if len(counting) < len(pages):  # copies that do not count: holes
             self.leave_out(pages)
         total = 0
-        for first in range(0, len(counted), _ENTERED_AT_ONCE):
+        for first in range(0, len(counting), _ENTERED_AT_ONCE):
             if first:
                 time.sleep(_BETWEEN_S)
-            part = counted.take(np.arange(first, min(first + _ENTERED_AT_ONCE, len(counted))))
+            part = pages.take(counting[first : first + _ENTERED_AT_ONCE])
             with self._table.lock:
                 if is_void():
                     break
