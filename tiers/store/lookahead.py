@@ -31,6 +31,9 @@ Key = tuple[int, bytes]  # number of the key space, hash of the page
 
 # Parts of hybrids that are looked up under one hold of the lock, when some may leave.
 _MOST_PARTS = 1024
+# From one look for times that are over to the next, of which each ends a bounded number. A step of
+# the scheduler may ask for requests many times.
+_EXPIRE_EVERY_S = 0.01
 _MIX, _U64 = 0x9E3779B97F4A7C15, (1 << 64) - 1
 
 
@@ -112,6 +115,7 @@ class LookAhead:
         # up again. All guarded by the table's lock.
         self._missing, self._behind = _Wishes(), _Wishes()
         self._changed: dict[Hashable, None] = {}
+        self._next_expiry_s = float("-inf")
         books.saves.on_published = self._published
 
     def expect(
@@ -163,7 +167,9 @@ class LookAhead:
         """
         queue = self._policy.queue
         # Read without the lock; what is missed here is seen at the next step.
-        if self._policy.has_due(self._table.now_s()):
+        now_s = self._table.now_s()
+        if now_s >= self._next_expiry_s and self._policy.has_due(now_s):
+            self._next_expiry_s = now_s + _EXPIRE_EVERY_S
             self._expire()
         if not (self._changed or queue.has_lost_pages):
             return []

@@ -1,12 +1,14 @@
 """The admin endpoint for the stored pages of a prompt: `POST /hier_kv/steer`.
 
 It stands among SGLang's own admin endpoints and is guarded as they are: by the admin key where the
-server has one, else by its API key. What it is asked for reaches all schedulers in SGLang's own
-request for their state, so all ranks of a group do it in the same step.
+server has one, else by its API key. It asks for that key itself, too: with several tokenizer
+workers SGLang asks nobody for its admin key. What it is asked for reaches all schedulers in
+SGLang's own request for their state, so all ranks of a group do it in the same step.
 """
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -18,7 +20,7 @@ from sglang_ext.seam.reuse_report import DETAILS_KEY
 PATH = "/hier_kv/steer"
 # A request for the schedulers' state with such an id carries what they are to do.
 CARRIER = "hier-kv-steer:"
-_OK, _BAD, _UNAVAILABLE = 200, 400, 503
+_OK, _BAD, _UNAUTHORIZED, _UNAVAILABLE = 200, 400, 401, 503
 
 
 def add_steering(app: Any, manager: Any) -> None:
@@ -32,6 +34,8 @@ def add_steering(app: Any, manager: Any) -> None:
     from sglang.srt.utils.auth import AuthLevel, auth_level
 
     async def steer(request: Any) -> Json:
+        if not has_key(manager.server_args, request.headers.get("authorization", "")):
+            return Json(_UNAUTHORIZED, {"error": "Unauthorized"})
         status, answer = await answer_to(
             manager, request.json, lambda carrier: GetInternalStateReq(rid=carrier)
         )
@@ -40,6 +44,21 @@ def add_steering(app: Any, manager: Any) -> None:
     if all(getattr(route, "path", "") != PATH for route in app.routes):
         endpoint = auth_level(AuthLevel.ADMIN_OPTIONAL)(steer)
         app.router.add_route(PATH, endpoint, methods=["POST"])
+
+
+def has_key(server_args: Any, authorization: str) -> bool:
+    """Whether a request may steer: it has the admin key, or the API key where there is no other.
+
+    Args:
+        server_args: SGLang's.
+        authorization: the request's header, empty for none; each character a byte of it.
+    """
+    key = server_args.admin_api_key or server_args.api_key
+    if not key:
+        return True
+    scheme, _, given = authorization.partition(" ")
+    is_key = hmac.compare_digest(given.encode("latin-1"), key.encode())
+    return scheme.lower() == "bearer" and is_key
 
 
 class Json:

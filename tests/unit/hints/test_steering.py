@@ -81,8 +81,9 @@ class _Manager:
 
     context_len = 8
 
-    def __init__(self, answer: Any) -> None:
+    def __init__(self, answer: Any, api_key: str | None = None, admin: str | None = None) -> None:
         self.answer, self.carried = answer, ""
+        self.server_args = SimpleNamespace(api_key=api_key, admin_api_key=admin)
 
     def auto_create_handle_loop(self) -> None:
         pass
@@ -168,6 +169,34 @@ def test_the_endpoint_is_guarded_as_sglangs_own() -> None:
     add_api_key_middleware(app, api_key="of all", admin_api_key="of the operator")
     assert [_post(app, key) for key in ("", "of all", "of the operator")] == [401, 401, 200]
     assert manager.carried.startswith(CARRIER)
+
+
+@pytest.mark.parametrize(
+    ("api_key", "admin", "statuses"),
+    [
+        (None, "of the operator", [401, 401, 401, 200]),
+        ("of all", "of the operator", [401, 401, 401, 200]),
+        ("of all", None, [401, 200, 401, 401]),
+        (None, None, [200, 200, 200, 200]),
+    ],
+)
+def test_the_endpoint_asks_for_its_key_where_sglang_does_not(
+    api_key: str | None, admin: str | None, statuses: list[int]
+) -> None:
+    """As with several tokenizer workers, whose app has no middleware for keys."""
+    inprocess.prepare()
+    app = FastAPI()
+    manager = _Manager({"hier_kv": {"steered": {"pages": 1}}}, api_key, admin)
+    add_steering(app, manager)
+    keys = ("", "of all", "\xfcber", "of the operator")
+    assert [_post(app, key) for key in keys] == statuses
+
+
+def test_a_key_may_have_any_characters() -> None:
+    inprocess.prepare()
+    app, manager = FastAPI(), _Manager({"hier_kv": {"steered": {"pages": 1}}}, admin="schlüssel")
+    add_steering(app, manager)
+    assert [_post(app, key) for key in ("schlüssel", "schlussel")] == [200, 401]
 
 
 def _post(app: FastAPI, key: str) -> int:

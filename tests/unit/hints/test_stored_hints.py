@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from sglang_ext.tiers.policy.hints.lives import _CONVERSATIONS_A_CALL
 from tests.unit.store.store_rig import Make, Rig, check_content, pages, rigs
 
 
@@ -63,6 +64,30 @@ def test_whose_time_is_over_goes_first_and_is_counted(make: Make) -> None:
     assert [rig.ready(chat) for chat in (old, silent, short)] == [10, 10, 0]
     lookahead.limit_life(rig.space, short, owner=0, ttl_s=30.0)
     assert rig.count("hints_not_followed") == 1
+    rig.settle()
+
+
+def test_a_step_of_many_looks_ends_few_of_the_conversations_that_are_due_at_once(
+    make: Make,
+) -> None:
+    num = 4 * _CONVERSATIONS_A_CALL
+    rig = make(slots=num, disk=False, lookahead=True, index=4 * num)
+    lookahead, now_s = rig.store.lookahead, [100.0]
+    assert lookahead is not None
+    rig.books.table.now_s = lambda: now_s[0]
+    for number in range(num):
+        chat = pages(f"chat {number}", 1)
+        _serve(rig, chat)
+        lookahead.limit_life(rig.space, chat, owner=0, ttl_s=30.0)
+        now_s[0] += 1e-4  # each is a conversation of its own
+    now_s[0] = 140.0
+    for _ in range(64):
+        assert lookahead.take_changed(1) == []
+    assert rig.count("ttl_ended_pages") == _CONVERSATIONS_A_CALL
+    for _ in range(64):
+        now_s[0] += 0.02
+        lookahead.take_changed(1)
+    assert rig.count("ttl_ended_pages") == num
     rig.settle()
 
 

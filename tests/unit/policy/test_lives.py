@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_ext.tiers.policy import PlacementPolicy
-from sglang_ext.tiers.policy.hints import timers
+from sglang_ext.tiers.policy.hints import lives, timers
 from sglang_ext.tiers.policy.hints.hint_kernels import ENDS
 from sglang_ext.tiers.policy.page_kernels import ENDED
 from tests.unit.policy.test_hints import _chat, _chats, _order_of_leaving, _rows
@@ -52,8 +52,9 @@ def test_rows_are_due_within_a_second_of_their_time(
             taken: list[int] = []
             for _ in range(10_000):
                 out = np.empty(row, np.int64)
-                num = timers.take_due(wheel, now_s, out)
-                assert num <= row
+                most = 1 + row // 2  # each row is of another owner
+                num = timers.take_due(wheel, now_s, most, out)
+                assert num <= min(row, most)
                 taken += out[:num].tolist()
                 if not model.keys() - taken or wheel.counts[timers.NEXT] > now_s:
                     break
@@ -72,7 +73,7 @@ def test_one_call_takes_a_bounded_number_of_a_great_many_that_are_due_at_once() 
     timers.set_times(wheel, np.arange(num), 70_000.0, 3, 0.0)
     taken, out = [], np.empty(999, np.int64)
     while wheel.counts[timers.NUM_ROWS]:
-        taken += out[: timers.take_due(wheel, 70_001.0, out)].tolist()
+        taken += out[: timers.take_due(wheel, 70_001.0, len(out), out)].tolist()
     assert taken == list(range(num))
 
 
@@ -155,6 +156,20 @@ def test_two_conversations_that_are_due_at_once_are_judged_apart() -> None:
     assert policy.hints.ended[:3, 0].tolist() == [0.0, 1.0, 1.0]
 
 
+def test_one_look_ends_few_of_the_conversations_that_are_due_at_once() -> None:
+    num, most = 60, lives._CONVERSATIONS_A_CALL
+    policy, ended, looks = _chats(num), list[int](), 0
+    for number in range(num):
+        policy.limit_life(_chat(number), 100.0 + number * 1e-4, owner=number, ttl_s=10.0)
+    while policy.has_due(112.0):
+        ended += policy.expire(112.0).tolist()
+        looks += 1
+        assert policy.hints.ended[:, 0].sum() <= looks * most
+    assert sorted(ended) == list(range(10 * num))
+    assert looks >= num // most
+    assert policy.hints.ended[:num, 0].tolist() == [1.0] * num  # each judged once, as a whole
+
+
 def test_a_time_beyond_the_wheel_stops_nobody() -> None:
     """Nobody looked for six days, and then a week is asked for."""
     wheel, day_s = timers.new_timers(ROWS), 86_400.0
@@ -165,5 +180,5 @@ def test_a_time_beyond_the_wheel_stops_nobody() -> None:
                        (13 * day_s + 1, [1])):  # fmt: skip
         taken: list[int] = []
         for _ in range(100):
-            taken += out[: timers.take_due(wheel, now_s, out)].tolist()
+            taken += out[: timers.take_due(wheel, now_s, ROWS, out)].tolist()
         assert taken == due

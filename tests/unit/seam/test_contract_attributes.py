@@ -14,6 +14,7 @@ import ctypes
 import fractions
 import functools
 import hashlib
+import hmac
 import http
 import importlib
 import inspect
@@ -46,7 +47,7 @@ ROOT = Path(__file__).resolve().parents[3]
 SEAM = ROOT / "sglang_ext" / "seam"
 OURS = ("sglang_ext", "tiers", "kernels")
 OTHERS = (
-    asyncio, concurrent.futures, contextlib, functools, hashlib, http.HTTPStatus, inspect,
+    asyncio, concurrent.futures, contextlib, functools, hashlib, hmac, http.HTTPStatus, inspect,
     inspect.Parameter, logging, logging.Logger, np, np.ndarray, np.ufunc, npt, os, pathlib.Path,
     pkgutil,
     pydantic.BaseModel, starlette.applications.Starlette, starlette.requests.Request, threading,
@@ -62,6 +63,7 @@ NOT_IN_A_FILE = {
     "attn_tp_size": "SGLang has its ranks' widths in a table, by name",
     "_model_config": "set from outside, and looked for with a default",
     "_raw_input": "set from outside, and looked for with a default",
+    "admin_api_key": "an argument, as `settings/arguments.py` has all of them",
     "annotation": "of pydantic's fields",
     "architectures": "of a model's own configuration",
     "default_factory": "of dataclasses' fields",

@@ -12,6 +12,9 @@ from sglang_ext.tiers.policy.page_kernels import Pages
 
 Rows = npt.NDArray[np.int64]
 _PAGES_A_CALL = 4096
+# Of each its end is noted by itself, some 50 us of the scheduler's thread: thousands may be due in
+# one second.
+_CONVERSATIONS_A_CALL = 16
 
 
 class Lives:
@@ -60,7 +63,9 @@ class Lives:
         kernels.clear(self._timers, rows)
 
     def take_due(self, now_s: float) -> Iterator[tuple[int, Rows]]:
-        """Takes pages whose time is over, a bounded number; the next call goes on.
+        """Takes pages whose time is over, of a bounded number of conversations, and of pages.
+
+        The next call goes on.
 
         Yields:
             For each conversation who said it and its pages, root first.
@@ -68,7 +73,7 @@ class Lives:
         if not len(self):
             return
         out = np.empty(_PAGES_A_CALL, np.int64)
-        rows = out[: kernels.take_due(self._timers, now_s, out)]
+        rows = out[: kernels.take_due(self._timers, now_s, _CONVERSATIONS_A_CALL, out)]
         if not len(rows):
             return
         # What was said at once and by one is of one conversation.

@@ -92,7 +92,7 @@ class Pins:
         if not self.has_due(now_s):
             return np.empty(0, np.int64)
         rows = np.empty(_PAGES_A_CALL, np.int64)
-        rows = rows[: kernels.take_due(self._timers, now_s, rows)]
+        rows = rows[: kernels.take_due(self._timers, now_s, _PAGES_A_CALL, rows)]
         pages.pinned[rows] = 0
         np.subtract.at(self._held, self._timers.owner[rows], 1)
         return rows

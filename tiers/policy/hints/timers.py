@@ -174,12 +174,25 @@ def _spread(timers: Any, slot: int, budget: int) -> Any:
 
 
 @compiled
-def take_due(timers: Any, now_s: float, out: Any) -> Any:
+def _given_at_once(timers: Any, row: int, other: int) -> Any:
+    """Whether two rows were given their times by one call."""
+    same_time = timers.due_s[row] == timers.due_s[other]
+    return same_time and timers.owner[row] == timers.owner[other]
+
+
+@compiled
+def take_due(timers: Any, now_s: float, most_groups: int, out: Any) -> Any:
     """Takes rows whose time is over into `out`; returns how many, with those due first in front.
 
     One call moves as many rows at most as `out` holds; the next one goes on from there.
+
+    Args:
+        timers: The columns.
+        now_s: Time.
+        most_groups: What was given its time at once and by one is a group; no more are taken.
+        out: i64, for the rows.
     """
-    num, budget = 0, out.size
+    num, num_groups, budget = 0, 0, out.size
     if timers.counts[NUM_ROWS] == 0:
         return num
     for _ in range(_SECONDS_A_CALL):
@@ -195,6 +208,10 @@ def take_due(timers: Any, now_s: float, out: Any) -> Any:
         slot = second & (_NUM_FINE - 1)
         while budget > 0 and timers.ends[0, slot] != NONE:
             row = timers.ends[0, slot]
+            if num == 0 or not _given_at_once(timers, row, out[num - 1]):
+                if num_groups == most_groups:
+                    return num  # and again at this second
+                num_groups += 1
             _cut(timers, row)
             timers.counts[NUM_ROWS] -= 1
             out[num] = row
