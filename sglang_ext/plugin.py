@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+from pathlib import Path
 from typing import Any
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,12 @@ def attach(server_args: Any, config: Any) -> None:
     Raises:
         HierKVConfigError: the set-up is refused.
     """
-    from sglang_ext.assembly.preflight import check_free, check_machine, room_problem
+    from sglang_ext.assembly.preflight import (
+        check_free,
+        check_machine,
+        others_problem,
+        room_problem,
+    )
     from sglang_ext.seam.contract.verdict import check_contract
     from sglang_ext.seam.hooks.hooking import check_hooks
     from sglang_ext.seam.start.front import hook_tokenizer_manager
@@ -53,8 +59,9 @@ def attach(server_args: Any, config: Any) -> None:
     if config.disk_dir:
         if (getattr(server_args, "nnodes", 1) or 1) == 1:  # or the other node has it by right
             check_free(config.disk_dir, _LEAVING_S)
-        if problem := room_problem(config):
-            logger.warning("hier-kv: %s", problem)
+        for problem in (room_problem(config), others_problem(Path(config.disk_dir))):
+            if problem:
+                logger.warning("hier-kv: %s", problem)
     server_args._hier_kv = config.to_dict()
     server_args._hier_kv_secret = lineage_secret(config.disk_dir)
     server_args._hier_kv_server = secrets.token_hex(16)  # for its ranks to know each other by

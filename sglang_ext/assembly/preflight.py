@@ -29,6 +29,7 @@ from sglang_ext.tiers.disk.folder import (
     rank_folders,
     segment_files,
 )
+from sglang_ext.tiers.disk.others_files import closed_paths
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.errors import TierConfigError
 
@@ -106,6 +107,20 @@ def room_problem(config: HierKVConfig) -> str:
     return f"{said}the disk tier will stay smaller"
 
 
+def others_problem(folder: Path) -> str:
+    """What is to be said of the tier's files that are another user's; "" for nothing."""
+    with contextlib.suppress(OSError):  # what is gone again is nothing to tell of
+        if closed := list(closed_paths(folder)):
+            return (
+                f"in the disk folder {shown(folder)} this user may not read and write "
+                f"{len(closed)} of the disk tier's files and folders, such as {shown(closed[0])} "
+                f"of user {closed[0].lstat().st_uid}: pages in them are not found, and do not "
+                "count in --hier-kv-disk-size; give all of the folder to the server's user "
+                "(chown -R)"
+            )
+    return ""
+
+
 def room_bytes(folder: Path) -> int:
     """Bytes that a disk tier may have in a folder: what is free there, and its own segments.
 
@@ -153,11 +168,24 @@ def _check_folder(folder: Path) -> None:
             raise HierKVConfigError(f"--hier-kv-disk-dir: {shown(folder)} {problem}.")
         with tempfile.TemporaryFile(dir=folder):
             pass
+        _check_locks(folder)
     except OSError as error:
         raise HierKVConfigError(
             f"--hier-kv-disk-dir must be writable, but {shown(folder)} is not ({error.strerror}); "
             "change its permissions or choose another folder."
         ) from error
+
+
+def _check_locks(folder: Path) -> None:
+    """Refuses a folder that this user may write to and not lock."""
+    with contextlib.suppress(OSError):  # of a rank's folder: who takes it says what is wrong
+        for path in closed_paths(folder):
+            if path.name == "LOCK":
+                raise HierKVConfigError(
+                    f"--hier-kv-disk-dir: {shown(path)} belongs to user {path.lstat().st_uid} and "
+                    f"user {os.geteuid()} may not write to it, as a server of that user made it; "
+                    "give all of the folder to this server's user (chown -R)."
+                )
 
 
 def _check_room(config: HierKVConfig) -> None:

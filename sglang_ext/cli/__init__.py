@@ -26,6 +26,7 @@ from sglang_ext.cli.steer import add_command as add_steer
 from sglang_ext.cli.stored.commands import add_commands as add_stored_commands
 from sglang_ext.cli.usage import (
     FAILED,
+    INTERRUPTED,
     WRONG_USE,
     UsageError,
     key_argument,
@@ -70,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             " is, or pip install 'sglang-hier-kv[sglang]'."
         )
     except KeyboardInterrupt:
-        return 130  # as of a program that the signal ended
+        return INTERRUPTED
     except BrokenPipeError:  # who read it, such as `head`, has enough
         with open(os.devnull, "w") as nowhere:  # takes what the interpreter flushes at its end
             os.dup2(nowhere.fileno(), sys.stdout.fileno())

@@ -6,9 +6,9 @@ import argparse
 import contextlib
 from collections.abc import Iterator
 
-FAILED, WRONG_USE = 1, 2
+FAILED, WRONG_USE, INTERRUPTED = 1, 2, 130
 """Exit statuses: it ran, and found something wrong or could not; or it was asked wrongly, as by
-argparse."""
+argparse; or it was interrupted, as of a program that the signal ended."""
 
 
 class UsageError(ValueError):

@@ -19,7 +19,13 @@ from sglang_ext.assembly.doctor.machine_speed import measure_disk, measure_dram
 from sglang_ext.assembly.doctor.memory_nodes import memory_nodes
 from sglang_ext.assembly.doctor.model_folder import folder_problem
 from sglang_ext.assembly.doctor.store_answer import ask_store
-from sglang_ext.assembly.preflight import check_free, check_machine, room_bytes, room_problem
+from sglang_ext.assembly.preflight import (
+    check_free,
+    check_machine,
+    others_problem,
+    room_bytes,
+    room_problem,
+)
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.source import ContractError, SGLangSource
 from sglang_ext.seam.contract.symbols import SYMBOLS
@@ -301,7 +307,7 @@ def _check_disk(config: HierKVConfig) -> Check:
     if mode == "direct" and not direct_io_works(FileIO(), folder):
         text = f"--hier-kv-disk-io direct needs O_DIRECT, which {folder} lacks; use auto."
         return Check("disk", "refused", text)
-    if problem := room_problem(config):
+    if problem := room_problem(config) or others_problem(folder):
         return Check("disk", "warning", f"{problem}.")
     if mode == "buffered":
         text = "Buffered I/O: the page cache holds a second copy of what is read; a local disk"

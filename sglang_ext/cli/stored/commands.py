@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from sglang_ext.cli.examples import describe
 from sglang_ext.cli.printing import complain, say, say_json, tell
 from sglang_ext.cli.server_stats import UNITS_SAID
-from sglang_ext.cli.usage import FAILED, WRONG_USE, UsageError
+from sglang_ext.cli.usage import FAILED, INTERRUPTED, WRONG_USE, UsageError
 
 if TYPE_CHECKING:
     from sglang_ext.tiers.records.seals import RecordSeals
@@ -171,6 +171,6 @@ def _told(command: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Na
         except KeyboardInterrupt:
             tell("")
             complain("interrupted")
-            return 130
+            return INTERRUPTED
 
     return run

@@ -27,6 +27,9 @@ from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.seals import RecordSeals
 from sglang_ext.tiers.records.soundness import is_damage
 
+_NOT_OURS = "its ends are no segment's of this namespace and of this release"
+_NOT_READ = "this user may not read it, or the disk fails"
+
 
 def prune_folder(root: Path, choice: Choice, seals: RecordSeals, *, is_dry: bool) -> Removed:
     """Removes what was chosen.
@@ -94,7 +97,8 @@ class _Pruner:
         found = examine(self._io, segment, self._seals)
         # Without its ends a file is ours if it holds a page of the namespace.
         if not segment.is_own and not len(found.pages):
-            self._leave(segment, "its ends are no segment's of this namespace and of this release")
+            is_read = found.state is not SegmentState.UNREADABLE
+            self._leave(segment, _NOT_OURS if is_read else _NOT_READ)
             return
         what = f"{self._name(segment)}: {self._pages(segment, len(found.pages))}"
         self._remove(segment, f"{what}, {amount(segment.num_bytes)}", len(found.pages))
@@ -185,7 +189,9 @@ def _why_left(check: SegmentCheck) -> str:
     state = check.found.state if check.found else SegmentState.UNREADABLE
     if state is SegmentState.LOCKED:
         return "it is of another key, or of none; give its --key-file"
-    if state in (SegmentState.FOREIGN, SegmentState.FUTURE, SegmentState.UNREADABLE):
+    if state is SegmentState.UNREADABLE:
+        return _NOT_READ
+    if state in (SegmentState.FOREIGN, SegmentState.FUTURE):
         return f"it cannot be judged ({state.value}); remove it by hand if nobody needs it"
     if state is not SegmentState.SEALED and not all(map(_is_damage, check.faults)):
         return "it was never sealed, or lost its table, and some of its pages cannot be judged"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from sglang_ext.cli.printing import say, say_json
 from sglang_ext.cli.progress import Progress
 from sglang_ext.cli.server_stats import number_of
 from sglang_ext.cli.steer import add_admin_key, admin_key_of
-from sglang_ext.cli.usage import UsageError
+from sglang_ext.cli.usage import INTERRUPTED, UsageError
 from sglang_ext.cli.warm.documents import TENANT, Document, read_documents
 from sglang_ext.cli.warm.server import Keys, Served, ServerGoneError, WarmedServer, WarmError
 
@@ -70,7 +71,10 @@ def _warm(chosen: argparse.Namespace) -> int:
     summary = Summary(server.page_size)
     progress = Progress("went through", num_bytes)
     documents = read_documents(chosen.files, common)
-    _warm_all(server, documents, chosen, summary, progress)
+    try:
+        _warm_all(server, documents, chosen, summary, progress)
+    except KeyboardInterrupt:  # what was done until then is said all the same
+        summary.is_interrupted = True
     progress.end()
     summary.seconds = time.monotonic() - begin_s
     _look_back(server, before, summary, has_pins=chosen.pin_s is not None)
@@ -85,7 +89,7 @@ def _look_back(
     server: WarmedServer, before: Counter[str], summary: Summary, *, has_pins: bool
 ) -> None:
     """What the server's counters say of the time since."""
-    if summary.is_cut_short:
+    if summary.is_cut_short or summary.is_interrupted:
         return
     try:
         after = server.counts()
@@ -124,6 +128,7 @@ class Summary:
         reused: the others by tier.
         failures: documents that are not stored, and why.
         is_cut_short: whether the server went away; documents behind that were not tried.
+        is_interrupted: whether whoever ran this did not wait for the rest.
         lost_pages: of anybody, that left the last tier meanwhile.
         pinned_now_pages: at the end; None where nothing was to be pinned.
         pins_refused_pages: that found no room in the share for pins.
@@ -139,6 +144,7 @@ class Summary:
     reused: Counter[str] = field(default_factory=Counter)
     failures: list[tuple[str, str]] = field(default_factory=list)
     is_cut_short: bool = False
+    is_interrupted: bool = False
     lost_pages: int = 0
     pinned_now_pages: int | None = None
     pins_refused_pages: int = 0
@@ -147,6 +153,8 @@ class Summary:
     @property
     def status(self) -> int:
         """The exit status: 0 where all documents were stored, and the server is still there."""
+        if self.is_interrupted:
+            return INTERRUPTED
         return int(bool(self.failures) or self.is_cut_short)
 
     def add(self, where: str, served: Served) -> None:
@@ -181,6 +189,11 @@ class Summary:
         if self.is_cut_short:
             shown.append(
                 "the server is gone; documents behind the last that is counted were not sent"
+            )
+        if self.is_interrupted:
+            shown.append(
+                "interrupted; only documents that were stored by then are counted: run this again "
+                "for the others, and what is there is not computed anew"
             )
         if self.lost_pages:
             shown.append(
@@ -241,12 +254,28 @@ def _warm_all(
                 summary.is_cut_short |= isinstance(error, ServerGoneError)
             progress(document.num_bytes)
 
-    with ThreadPoolExecutor(chosen.concurrency) as threads:
-        for document in documents:
-            while len(under_way) >= chosen.concurrency:
-                end_some()
-            if summary.is_cut_short:
-                break
-            under_way[threads.submit(server.warm, document, chosen.pin_s)] = document
-        while under_way:
+    for document in documents:
+        while len(under_way) >= chosen.concurrency:
             end_some()
+        if summary.is_cut_short:
+            break
+        under_way[_started(server, document, chosen.pin_s)] = document
+    while under_way:
+        end_some()
+
+
+def _started(server: WarmedServer, document: Document, pin_s: float | None) -> Future[Served]:
+    """Warms a document in a thread of its own, which no end of this process waits for.
+
+    An executor's threads would be waited for, and a request may take as long as `--timeout-s`.
+    """
+    served: Future[Served] = Future()
+
+    def warm() -> None:
+        try:
+            served.set_result(server.warm(document, pin_s))
+        except BaseException as error:  # is raised again where the result is asked for
+            served.set_exception(error)
+
+    threading.Thread(target=warm, name="hier-kv-warm", daemon=True).start()
+    return served

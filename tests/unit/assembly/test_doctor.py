@@ -11,6 +11,7 @@ import resource
 import socket
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ import pytest
 from runtime_cpu import inprocess
 from sglang_ext.assembly.doctor import checks as looks
 from sglang_ext.assembly.doctor import machine_speed, memory_nodes, store_answer
-from sglang_ext.assembly.preflight import check_free, room_bytes, room_problem
+from sglang_ext.assembly.preflight import (
+    check_free,
+    check_machine,
+    others_problem,
+    room_bytes,
+    room_problem,
+)
 from sglang_ext.cli import main
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.symbols import SYMBOLS, Use
@@ -37,6 +44,7 @@ from testkit.sglang_copy import SglangCopy
 from tests.tiers.remote.remote_cases import WAIT_S, make_items, open_store
 
 SMALL = ["--hier-kv-host-size", "0.01"]
+_ANOTHER_USER = 65534  # nobody's, where it has a name
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -331,6 +339,60 @@ def test_its_own_segments_are_room_and_nothing_else_is_looked_into(
     assert 1 << 42 <= found < 2 << 42
     assert str(names) in looked
     assert not [path for path in looked if "models" in path]
+
+
+def _as_another_user(folder: Path, work: Callable[[], str]) -> str:
+    """What `work` says in a process of a user who is not root, with `folder` as that user's."""
+    reading, writing = os.pipe()
+    os.chown(folder, _ANOTHER_USER, _ANOTHER_USER)
+    if (child := os.fork()) == 0:
+        said = "it raised"
+        try:
+            os.chdir(folder)  # folders above it are closed to that user
+            os.setgroups([])
+            os.setresgid(_ANOTHER_USER, _ANOTHER_USER, _ANOTHER_USER)
+            os.setresuid(_ANOTHER_USER, _ANOTHER_USER, _ANOTHER_USER)
+            said = work()
+        finally:
+            os.write(writing, said.encode())
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as pipe:
+        said = pipe.read()
+    os.waitpid(child, 0)
+    return said
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_files_that_a_server_of_root_left_are_told_of(tmp_path: Path) -> None:
+    """To the server's own user they are closed, as to the tier: it would find and count nothing."""
+    here = Path(".")
+
+    def refusal() -> str:
+        try:
+            check_machine(HierKVConfig(host_size=0.1, disk_dir=str(here), disk_size=0.1))
+        except HierKVConfigError as error:
+            return str(error)
+        return ""
+
+    names = tmp_path / "0123456789abcdef"
+    names.mkdir(mode=0o700)
+    os.chown(names, _ANOTHER_USER, _ANOTHER_USER)
+    assert _as_another_user(tmp_path, lambda: others_problem(here)) == ""
+    for name in ("seg-00000001.hkv", "not-the-tiers"):
+        (names / name).touch(mode=0o600)
+    said = _as_another_user(tmp_path, lambda: others_problem(here))
+    assert "may not read and write 1 of the disk tier's" in said
+    assert "0123456789abcdef/seg-00000001.hkv of user 0" in said
+    os.chown(names, 0, 0)
+    said = _as_another_user(tmp_path, lambda: others_problem(here))
+    assert "may not read and write 1 of the disk tier's" in said
+    assert "0123456789abcdef of user 0" in said
+    assert _as_another_user(tmp_path, refusal) == ""
+    FolderLock(FileIO(), tmp_path).release()
+    said = _as_another_user(tmp_path, refusal)
+    assert said.startswith("--hier-kv-disk-dir: LOCK belongs to user 0 and user")
+    assert said.endswith("give all of the folder to this server's user (chown -R).")
 
 
 @pytest.mark.parametrize("closed", ["dp0-tp0-of-2", "dp0-tp0-of-2/0123456789abcdef"])

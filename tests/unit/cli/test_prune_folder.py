@@ -348,6 +348,29 @@ def test_what_cannot_be_removed_is_told(
     assert "could not be removed" in facts["left"][0]
 
 
+@pytest.mark.parametrize("choice", ["--all", "--damaged"])
+def test_what_cannot_be_read_is_said_to_be_so(
+    tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch, choice: str
+) -> None:
+    """As a segment of root's: it is no later release's, and nobody else's to look at."""
+    write_folder(tmp_path)
+    closed = sorted(tmp_path.rglob("seg-*.hkv"))[0]
+    open_file = FileIO.open
+
+    def refuse(self: FileIO, path: Path, flags: int) -> int:
+        if path == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return open_file(self, path, flags)
+
+    monkeypatch.setattr(FileIO, "open", refuse)
+    _, facts = run_json(capsys, "verify", tmp_path)
+    assert facts["unreadable"] == 1
+    _, facts = run_json(capsys, "prune", tmp_path, choice)
+    [left] = [each for each in facts["left"] if closed.name in each]
+    assert "this user may not read it, or the disk fails" in left
+    assert closed.is_file()
+
+
 def test_a_full_disk_is_made_room_on(
     tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -32,6 +35,7 @@ class Peer(ThreadingHTTPServer):
         is_stored: whether the pages of a prompt are said to be stored.
         ends_after: prompts after which it hangs up on everybody; 0: none.
         at_once: requests that it answers only when so many are there.
+        num_begun: requests that came until now.
         most: requests that were there at once.
         priorities: what it says of them.
         admin_key: without which the steering endpoint refuses.
@@ -48,7 +52,8 @@ class Peer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.bodies: dict[str, list[dict[str, Any]]] = {}
         self.is_stored, self.ends_after, self.admin_key = True, 0, ""
-        self.most, self.now, self.changed = 0, 0, threading.Condition()
+        self.num_begun, self.most, self.now = 0, 0, 0
+        self.changed = threading.Condition()
         self.at_once = threading.Barrier(1)
         self.priorities: dict[str, Any] = {}
         self.saves, self.stalls, self.is_older = (0, 0), False, False
@@ -99,12 +104,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._say(200, {"schedulers": [other, {"pages": num_pages, "host": kept, "disk": 0}]})
             return
         with peer.changed:
+            peer.num_begun += 1
             peer.now += 1
             peer.most = max(peer.most, peer.now)
+            peer.changed.notify_all()
         with contextlib.suppress(threading.BrokenBarrierError):
             peer.at_once.wait(300)
         with peer.changed:
             peer.now -= 1
+            peer.changed.notify_all()
         self._say(*_answer(body))
 
     def _hangs_up(self) -> bool:
@@ -393,6 +401,34 @@ def test_a_server_that_goes_away_is_not_asked_again(
     assert [each["where"] for each in found["failures"]] == [f"{path}:3"]
     assert "/generate gives no answer (" in found["failures"][0]["reason"]
     assert len(peer.prompts()) == 3
+
+
+def test_an_interrupt_waits_for_no_document_and_says_what_was_done(
+    peer: Peer, write: Write
+) -> None:
+    peer.at_once = threading.Barrier(2)  # two of three are answered, and one has to wait
+    program = (
+        "import signal, sys; from sglang_ext.cli import main; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main(sys.argv[1:]))"
+    )
+    arguments = ["warm", peer.url, write({"text": "a"}, {"text": "b"}, {"text": "c"})]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as command:
+        try:
+            with peer.changed:
+                assert peer.changed.wait_for(lambda: peer.num_begun == 3 and peer.now == 1, 300)
+            command.send_signal(signal.SIGINT)
+            out, err = command.communicate(timeout=120)
+        finally:
+            command.kill()
+            peer.at_once.abort()
+    assert command.returncode == 130
+    assert out.startswith("interrupted; only documents that were stored by then are counted")
+    assert "Traceback" not in err
 
 
 def test_so_many_documents_are_under_way_and_no_more(peer: Peer, write: Write) -> None:

@@ -238,7 +238,9 @@ class _Checker:
 
 def _faults_of_file(segment: SegmentFile, found: Recovered) -> list[Fault]:
     """What is wrong with a segment besides its records."""
-    if found.state in (SegmentState.FOREIGN, SegmentState.FUTURE, SegmentState.UNREADABLE):
+    if found.state is SegmentState.UNREADABLE:
+        return [Fault(0, Soundness.UNREADABLE, "io_read")]
+    if found.state in (SegmentState.FOREIGN, SegmentState.FUTURE):
         return [Fault(0, Soundness.UNREADABLE, found.state.value)]
     heading = segment.heading
     never_sealed = isinstance(heading, SegmentHeader) and segment.num_bytes == heading.file_bytes
