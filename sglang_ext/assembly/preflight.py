@@ -29,7 +29,7 @@ from sglang_ext.tiers.disk.folder import (
     rank_folders,
     segment_files,
 )
-from sglang_ext.tiers.disk.others_files import closed_paths
+from sglang_ext.tiers.disk.others_files import closed_locks, closed_paths
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.errors import TierConfigError
 
@@ -179,13 +179,12 @@ def _check_folder(folder: Path) -> None:
 def _check_locks(folder: Path) -> None:
     """Refuses a folder that this user may write to and not lock."""
     with contextlib.suppress(OSError):  # of a rank's folder: who takes it says what is wrong
-        for path in closed_paths(folder):
-            if path.name == "LOCK":
-                raise HierKVConfigError(
-                    f"--hier-kv-disk-dir: {shown(path)} belongs to user {path.lstat().st_uid} and "
-                    f"user {os.geteuid()} may not write to it, as a server of that user made it; "
-                    "give all of the folder to this server's user (chown -R)."
-                )
+        for path in closed_locks(folder):
+            raise HierKVConfigError(
+                f"--hier-kv-disk-dir: {shown(path)} belongs to user {path.lstat().st_uid} and "
+                f"user {os.geteuid()} may not write to it, as a server of that user made it; "
+                "give all of the folder to this server's user (chown -R)."
+            )
 
 
 def _check_room(config: HierKVConfig) -> None:

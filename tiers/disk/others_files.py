@@ -36,6 +36,16 @@ def closed_paths(root: Path) -> Iterator[Path]:
             yield from _closed_files(*(path for _, path in segment_files(names)))
 
 
+def closed_locks(root: Path) -> Iterator[Path]:
+    """Of these the locks alone: no namespace is looked into.
+
+    Raises:
+        OSError: the folder cannot be listed.
+    """
+    for folder in (root, *rank_folders(root)):
+        yield from _closed_files(folder / "LOCK")
+
+
 def _closed_files(*paths: Path) -> Iterator[Path]:
     for path in paths:
         if not os.access(path, os.R_OK | os.W_OK, effective_ids=True) and path.is_file():

@@ -265,12 +265,7 @@ class DeviceWorld:
         slots = [slot for slot in self.free_slots if self.rng.random() < 0.2]
         if not slots:
             return False
-        clock = self.device.hand_over()
-        with self.device.acting("promoter"):
-            self.device.take_over(clock)
-            self._overwrite(slots)
-            came = self.device.hand_over()
-        self.device.take_over(came)
+        self._promote(slots, self.device.hand_over())
         return None
 
     def _overwrite(self, slots: list[int]) -> None:
@@ -544,16 +539,20 @@ class DeviceWorld:
         """What follows landed loads is done."""
         self.device.deliver()
 
-    def reuse(self) -> bool | None:
-        """Another page comes to slots whose pins are gone."""
-        if not self.unpinned:
-            return False
-        slots, clock = self.unpinned.pop(0)
+    def _promote(self, slots: list[int], clock: Clock) -> None:
+        """Other pages come to slots, by a thread that knows what was done up to `clock`."""
         with self.device.acting("promoter"):
             self.device.take_over(clock)
             self._overwrite(slots)
             came = self.device.hand_over()
         self.device.take_over(came)  # a page is looked up under the store's lock
+
+    def reuse(self) -> bool | None:
+        """Another page comes to slots whose pins are gone."""
+        if not self.unpinned:
+            return False
+        slots, clock = self.unpinned.pop(0)
+        self._promote(slots, clock)
         self.free_slots += slots
         return None
 
