@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
+from operator import is_not
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -35,11 +36,14 @@ class _Index:
     def __init__(self, search: Any) -> None:
         self._search = search
         self._places: dict[int, list[tuple[ModuleType, str]]] = {}  # by identity of the value
-        self._num_names: dict[int, int] = {}  # by identity of the module
-        self._modules = _modules()  # kept, or another one could get the identity of one
-        for module in self._modules:
-            self._num_names[id(module)] = len(vars(module))
-            for name, value in list(vars(module).items()):
+        # Each module that was looked at, its names, and how many there were of them.
+        self._indexed = [(module, vars(module), len(vars(module))) for module in _modules()]
+        self._indexed_ids = {id(module) for module, _, _ in self._indexed}
+        # Those of later, and the entries of `sys.modules` among which they were found.
+        self._new: list[ModuleType] = []
+        self._entries: list[Any] = list(sys.modules.values())
+        for module, names, _ in self._indexed:
+            for name, value in list(names.items()):
                 if issubclass(type(value), _INDEXED):  # some objects warn who asks for a class
                     self._places.setdefault(id(value), []).append((module, name))
 
@@ -48,11 +52,10 @@ class _Index:
         if not issubclass(type(original), _INDEXED):
             return int(self._search(original, wrapped, source_module))
         places = {(id(module), name): module for module, name in self._places.get(id(original), ())}
-        for module in _modules():
-            if self._num_names.get(id(module)) != len(vars(module)):
-                for name, value in list(vars(module).items()):
-                    if value is original:
-                        places[id(module), name] = module
+        for module in self._changed():
+            for name, value in list(vars(module).items()):
+                if value is original:
+                    places[id(module), name] = module
         num_replaced = 0
         for (_, name), module in places.items():
             if module is not source_module and vars(module).get(name) is original:
@@ -62,6 +65,14 @@ class _Index:
                     continue
                 num_replaced += 1
         return num_replaced
+
+    def _changed(self) -> list[ModuleType]:
+        """Modules that were imported, or have got names, since the index was made."""
+        entries = list(sys.modules.values())
+        if len(entries) != len(self._entries) or any(map(is_not, entries, self._entries)):
+            self._entries = entries
+            self._new = [module for module in _modules() if id(module) not in self._indexed_ids]
+        return [module for module, names, num in self._indexed if len(names) != num] + self._new
 
 
 def _modules() -> list[ModuleType]:
