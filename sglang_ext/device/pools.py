@@ -329,4 +329,5 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 
 def _three_axes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dim() == 3 else tensor.reshape(tensor.shape[0], 1, -1)
+    # Never a copy of it, which nobody but the plugin would read and write.
+    return tensor if tensor.dim() == 3 else tensor.view(tensor.shape[0], 1, -1)
