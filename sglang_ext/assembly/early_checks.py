@@ -18,7 +18,13 @@ from sglang_ext.device.layout import PageLayout
 from sglang_ext.device.pools import check_block_sizes
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.ranks.rank import RankPlace
-from sglang_ext.seam.expected_pages import expected_layout, pool_dtype, state_bytes, window_rows
+from sglang_ext.seam.expected_pages import (
+    expected_layout,
+    page_tokens,
+    pool_dtype,
+    state_bytes,
+    window_rows,
+)
 from sglang_ext.seam.start.ranks import place_of_ranks
 from sglang_ext.settings.config import HierKVConfig
 
@@ -45,7 +51,8 @@ def check_before_weights(runner: Any, model: Any) -> None:
     config = place.config_of(HierKVConfig.from_dict(server_args._hier_kv))
     # Of a quantized checkpoint the weights' configuration may make values a byte each.
     item_bytes = 1 if dtype is None else dtype.itemsize
-    layout = expected_layout(model_config, server_args.page_size, place.tp_size, item_bytes)
+    page_size = page_tokens(server_args)
+    layout = expected_layout(model_config, page_size, place.tp_size, item_bytes)
     # With latent rows one rank may keep the pages of all.
     num_bytes = config.host_bytes * (1 if any(layout.v_row_bytes) else place.tp_size)
     check_slots(num_bytes // layout.slot_bytes, layout.slot_bytes, config.host_size)

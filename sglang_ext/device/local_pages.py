@@ -19,7 +19,7 @@ from sglang_ext.device.layout import (
     PageTails,
     read_tails,
 )
-from sglang_ext.device.rope_discovery import LayerRope, num_positions
+from sglang_ext.device.rope_discovery import LayerRope, bind_pages, num_positions
 from sglang_ext.tiers.records.page_rules import PageRules
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.records.record import (
@@ -65,7 +65,7 @@ class LocalPages(PageRules):
         A layer that is kept as it is in every page, as a draft's, does not: what is said of K is
         said of the others.
         """
-        if not all(rope.movable or rope.is_kept for rope in self._ropes):
+        if bind_pages(self._ropes):
             return ROPE_BOUND
         return ROPE_PRE if self._pre else ROPE_DELTA
 

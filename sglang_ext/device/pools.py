@@ -20,6 +20,7 @@ from sglang_ext.errors import HierKVConfigError
 # Values of these dtypes lie on a free grid that un-rotation can round to.
 ROTATABLE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 INDEXED = "indexed"
+_BYTES = torch.uint8  # of an fp8 pool
 # What a pool's quant_method may be: none, as of MLA pools, or one that does nothing.
 _PLAIN_VALUES = ("NoneType", "UnquantizedKVCacheMethod")
 
@@ -305,10 +306,12 @@ def with_layers_of(pool: DevicePool, other: DevicePool) -> DevicePool:
         (str(pool.device), str(other.device)),
     ):
         if expected != found:
+            advice = "leave --speculative-algorithm out or choose another draft model"
+            if str(_BYTES) in (expected, found):  # by what a checkpoint says of its KV cache
+                advice = f"give --kv-cache-dtype, which both models then have, or {advice}"
             raise HierKVConfigError(
                 "--enable-hier-kv needs a draft model with a KV pool as the target model's "
-                f"({expected}), got {found}; leave --speculative-algorithm out or choose another "
-                "draft model."
+                f"({expected}), got {found}; {advice}."
             )
     return replace(pool, k=pool.k + other.k, v=pool.v + other.v)
 
@@ -329,4 +332,5 @@ def _row_bytes(tensor: torch.Tensor) -> int:
 
 
 def _three_axes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if tensor.dim() == 3 else tensor.reshape(tensor.shape[0], 1, -1)
+    # Never a copy of it, which nobody but the plugin would read and write.
+    return tensor if tensor.dim() == 3 else tensor.view(tensor.shape[0], 1, -1)

@@ -21,6 +21,19 @@ _DTYPES = {
 }
 
 
+def page_tokens(server_args: Any) -> int:
+    """Tokens of a page. Some attention backends have pages of their own size (FA4: 128).
+
+    What SGLang makes of an argument is not in its record, which has what was given.
+
+    Args:
+        server_args: SGLang's, resolved.
+    """
+    from sglang.srt.arg_groups.overrides import resolution_result
+
+    return int(resolution_result(server_args, "page_size"))
+
+
 def pool_dtype(server_args: Any, model_config: Any) -> torch.dtype | None:
     """Of the pool's values; None where only the weights' configuration says it.
 

@@ -75,6 +75,7 @@ _NEW_KINDS = {
     INDEXED: "rows of an index",
 }
 _STATE_ADVICE = f"change it, or {WITHOUT}"
+_WITH_STATES = "with layers that have a state a sequence"
 _FROM_LEFT_TO_RIGHT = "decoder"
 
 
@@ -248,9 +249,9 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
     """Refuses what was not tried with layers that have a state a sequence."""
     read, kind = resolved.values.get, resolved.model_kind
     shares_steps = resolved.architecture in _SPREAD_STATES and has_attention_dp(read)
+    _check_captured_prefills(read, kind, resolved.architecture)
     for expected, found in (
         ("no data parallel attention", "it" if shares_steps else ""),
-        *_of_captured_prefills(read, kind, resolved.architecture),
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
         *_of_hybrid_ranks(read, resolved.architecture),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
@@ -263,15 +264,11 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
         ("no --enable-session-radix-cache", "it" if read("enable_session_radix_cache") else ""),
     ):
         if found and not expected.endswith(f" {found}"):
-            _refuse(
-                f"{expected} with layers that have a state a sequence", f"{found}", _STATE_ADVICE
-            )
+            _refuse(f"{expected} {_WITH_STATES}", f"{found}", _STATE_ADVICE)
 
 
-def _of_captured_prefills(
-    read: Callable[[str], Any], kind: str, architecture: str
-) -> list[tuple[str, Any]]:
-    """(what is expected, what was found) of prefills that replay a graph.
+def _check_captured_prefills(read: Callable[[str], Any], kind: str, architecture: str) -> None:
+    """Refuses prefills that replay a graph and do not wait for what is loaded.
 
     SGLang captures KDA in a breakable one, layers and all, and a replay does not wait at them for
     the states that are loaded. By reading, so it does with some models' Mamba2. At others' states
@@ -279,8 +276,13 @@ def _of_captured_prefills(
     """
     graphs = getattr(read("cuda_graph_config"), "prefill", None)
     has_no_breaks = kind != STATE_KINDS[0] or architecture in _WITHOUT_BREAKS
-    is_captured = has_no_breaks and getattr(graphs, "backend", "") == "breakable"
-    return [("no --cuda-graph-backend-prefill breakable", "it" if is_captured else "")]
+    if has_no_breaks and getattr(graphs, "backend", "") == "breakable":
+        is_given = read("cuda_graph_backend_prefill") == "breakable"
+        _refuse(
+            f"no --cuda-graph-backend-prefill breakable {_WITH_STATES}",
+            "it" if is_given else "it, SGLang's default on a GPU",
+            f"add --cuda-graph-backend-prefill disabled, or {WITHOUT}",
+        )
 
 
 def _of_hybrid_ranks(read: Callable[[str], Any], architecture: str) -> list[tuple[str, Any]]:
@@ -337,13 +339,20 @@ def _check_values(
                 f"{read('nnodes')}",
                 "leave --attn-dp-size and --enable-dp-attention out",
             )
-    page_size = read("page_size")
-    if page_size is not None and page_size < 2:
-        _refuse(
-            "--page-size of at least 2",
-            f"{page_size}",
-            f"leave the flag out (default {DEFAULT_PAGE_SIZE}) or give 16, 32 or 64",
-        )
+    _check_page_size(read("page_size"), given("page_size"))
+
+
+def _check_page_size(page_size: int | None, given: int | None) -> None:
+    """Refuses pages of one token, whoever chose them."""
+    if page_size is None or page_size >= 2:
+        return
+    found = f"{page_size}"
+    advice = f"leave the flag out (default {DEFAULT_PAGE_SIZE}) or give 16, 32 or 64"
+    if given != page_size:
+        # As of Qwen3-Next on a Blackwell GPU, where nobody named a backend and guesses may branch.
+        found += ", which SGLang chose with the attention backend for this model"
+        advice = "give --attention-backend, with which it leaves pages as they are"
+    _refuse("--page-size of at least 2", found, advice)
 
 
 def _check_attention_dp(read: Callable[[str], Any], config: HierKVConfig) -> None:

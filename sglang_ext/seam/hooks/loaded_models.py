@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 from sglang_ext.device.rope_discovery import type_of_attention
+from sglang_ext.seam.expected_pages import page_tokens
 from sglang_ext.seam.hooks.hooking import hook
 from sglang_ext.settings.compat import check_attention, check_heads
 from sglang_ext.settings.disaggregation import check_handed_windows, is_disaggregated
@@ -67,7 +68,7 @@ def check_layers(runner: Any, model: Any) -> None:
     if config.is_hybrid_swa and is_disaggregated(server_args.disaggregation_mode):
         window = resolve_sliding_window_size(model, config)
         is_chunk = bool(config.attention_chunk_size)
-        check_handed_windows(server_args.page_size, window, is_chunk=is_chunk)
+        check_handed_windows(page_tokens(server_args), window, is_chunk=is_chunk)
 
 
 def _around_loading(load: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

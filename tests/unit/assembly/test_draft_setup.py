@@ -86,6 +86,18 @@ def test_a_pool_of_other_rows_or_values_is_refused(draft: Any, words: str) -> No
         describe_pools(pool(3), drafts=[draft])
 
 
+def test_where_one_checkpoint_alone_asks_for_fp8_the_argument_for_both_is_named() -> None:
+    """SGLang takes "auto" for fp8 where a model's checkpoint says so, and a draft's may not."""
+    with pytest.raises(HierKVConfigError) as caught:
+        describe_pools(pool(3, dtype=torch.uint8), drafts=[pool(1)])
+    assert "(torch.uint8), got torch.bfloat16; give --kv-cache-dtype, which both" in str(
+        caught.value
+    )
+    with pytest.raises(HierKVConfigError) as caught:
+        describe_pools(pool(3), drafts=[pool(1, dtype=torch.float16)])
+    assert "--kv-cache-dtype" not in str(caught.value)
+
+
 def test_a_draft_waits_for_the_whole_load() -> None:
     draft, counter = pool(2), LoadCounter(5)
     count_loads_of([runner(draft)], counter)

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from runtime_cpu import inprocess
 
 inprocess.prepare()
 
+from sglang.srt import runtime_context  # noqa: E402
+from sglang.srt.arg_groups.overrides import declare_resolution  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_ext.assembly.codec_setup import try_profile  # noqa: E402
 from sglang_ext.assembly.early_checks import check_slots  # noqa: E402
@@ -24,7 +29,12 @@ from sglang_ext.device.layout import PageLayout  # noqa: E402
 from sglang_ext.device.pools import check_block_sizes  # noqa: E402
 from sglang_ext.errors import HierKVConfigError  # noqa: E402
 from sglang_ext.ranks.rank import RankPlace  # noqa: E402
-from sglang_ext.seam.expected_pages import expected_layout, window_rows  # noqa: E402
+from sglang_ext.seam.expected_pages import (  # noqa: E402
+    expected_layout,
+    page_tokens,
+    window_rows,
+)
+from sglang_ext.seam.hooks.loaded_models import check_layers  # noqa: E402
 from sglang_ext.settings.config import HierKVConfig  # noqa: E402
 from testkit.drafts.nextn import PLAIN, rows_of, write_nextn_model  # noqa: E402
 from testkit.hybrids.oss_model import (  # noqa: E402
@@ -89,6 +99,23 @@ def test_layers_beside_states(name: str, tmp_path: Path) -> None:
     model = STATE_MODELS[name]
     item = 4 if model.dtype_name == "float32" else 2
     assert kv_bytes(tmp_path / "model", item) == model.page_bytes
+
+
+def test_pages_are_as_long_as_sglang_made_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An attention backend may have pages of its own size; SGLang's record keeps what was given."""
+    place = SimpleNamespace(attn_dp_size=1)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: place)
+    write_oss_model(tmp_path / "oss")
+    args = ServerArgs(model_path="none", page_size=PAGE, disaggregation_mode="prefill")
+    runner = SimpleNamespace(model_config=config_of(tmp_path / "oss"), server_args=args)
+    check_layers(runner, torch.nn.Module())  # whose windows are of two pages
+    declare_resolution(args, "a backend", page_size=4 * PAGE)
+    assert args.page_size == PAGE
+    assert page_tokens(args) == 4 * PAGE
+    with pytest.raises(HierKVConfigError, match=rf"a page \({4 * PAGE} tokens\) or more"):
+        check_layers(runner, torch.nn.Module())
 
 
 def test_a_window_layer_larger_than_a_page_is_refused() -> None:

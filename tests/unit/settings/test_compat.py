@@ -292,6 +292,11 @@ def test_prefills_that_replay_kda_without_waiting_for_its_states_are_refused() -
     with pytest.raises(HierKVConfigError, match="no --cuda-graph-backend-prefill breakable with"):
         check_resolved(replace(mixed, architecture="FalconH1ForCausalLM"), HierKVConfig())
     check_resolved(replace(mixed, architecture="NemotronHForCausalLM"), HierKVConfig())
+    with pytest.raises(HierKVConfigError) as caught:  # nobody gave it
+        check_resolved(replace(mixed, architecture="GraniteMoeHybridForCausalLM"), HierKVConfig())
+    assert "got it, SGLang's default on a GPU; add --cuda-graph-backend-prefill disabled" in str(
+        caught.value
+    )
     for backend in ("disabled", "full"):  # of a full one SGLang waits in front
         config.prefill.backend = backend
         check_resolved(resolved(latent, cuda_graph_config=config, **kept), HierKVConfig())
@@ -449,6 +454,16 @@ def test_diffusion_models_are_refused() -> None:
 def test_pages_of_less_than_two_tokens_are_refused(page_size: int) -> None:
     with pytest.raises(HierKVConfigError, match=f"at least 2, got {page_size}; leave the flag out"):
         check_arguments(SimpleNamespace(page_size=page_size), HierKVConfig())
+
+
+def test_who_left_the_size_of_pages_to_sglang_is_told_what_to_give() -> None:
+    """Of Qwen3-Next it chose pages of one token on some GPUs, where none were asked for."""
+    chosen = resolved(given={"page_size": 64}, page_size=1)
+    with pytest.raises(HierKVConfigError) as caught:
+        check_resolved(chosen, HierKVConfig())
+    assert "got 1, which SGLang chose" in str(caught.value)
+    assert "give --attention-backend" in str(caught.value)
+    assert "leave the flag out" not in str(caught.value)
 
 
 def test_several_tokenizer_workers_are_refused_with_truncation() -> None:
