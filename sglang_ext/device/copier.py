@@ -134,12 +134,12 @@ class PageCopier:
         logger.warning(
             "hier-kv: K of layer %d is valid at its own position only: %s", layer, reason
         )
-        self.ropes[layer] = LayerRope(None, movable=False, reason=reason)
+        self.ropes[layer] = self.ropes[layer].bound(reason)
 
     def bind_all(self, reason: str) -> None:
         """Stores every layer's K as the engine has it. Before the first save only."""
         for layer in range(self.pool.num_layers):
-            self.ropes[layer] = LayerRope(None, movable=False, reason=reason)
+            self.ropes[layer] = self.ropes[layer].bound(reason)
 
     @property
     def page_size(self) -> int:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,7 @@ class LayerRope:
         rounded_to: dtype the module casts its table to before use; None for none.
         reason: why the layer is position-bound; empty otherwise.
         is_kept: K is stored as the engine has it, whatever is done with other layers of the page.
+        table: digest of the module's table as it was found; empty without one.
     """
 
     spec: RopeSpec | None
@@ -54,6 +55,11 @@ class LayerRope:
     rounded_to: torch.dtype | None = None
     reason: str = ""
     is_kept: bool = False
+    table: bytes = b""
+
+    def bound(self, reason: str) -> LayerRope:
+        """This layer's where K is stored as the engine has it, at its own position."""
+        return LayerRope(None, movable=False, reason=reason, table=self.table)
 
 
 def discover_ropes(
@@ -81,7 +87,8 @@ def discover_ropes(
             ropes.append(LayerRope(None, movable=True))
             continue
         if id(module) not in cache:
-            cache[id(module)] = _examine(module, pool)
+            table = _table_digest(module)  # before it is run, which may round the table
+            cache[id(module)] = replace(_examine(module, pool), table=table)
         ropes.append(cache[id(module)])
     if all(rope.spec is None and rope.movable for rope in ropes):
         # Learned or absolute positions go into K at the first layer, and where a bias dominates
@@ -132,9 +139,11 @@ def rope_digest(ropes: Sequence[LayerRope], mode: str) -> bytes:
     the self-check, which looks at rounded values, may bind others in the next start.
     """
     digest = hashlib.sha256(mode.encode())
-    seen: dict[int, bytes] = {}
     if bind_pages(ropes):
-        ropes = [_bound("") for _ in ropes]
+        for rope in ropes:
+            digest.update(b"bound" + rope.table)
+        return digest.digest()
+    seen: dict[int, bytes] = {}
     for rope in ropes:
         spec = rope.spec
         if spec is None:
@@ -149,6 +158,15 @@ def rope_digest(ropes: Sequence[LayerRope], mode: str) -> bytes:
             seen[id(spec)] = table.digest()
         digest.update(seen[id(spec)])
     return digest.digest()
+
+
+def _table_digest(module: Any) -> bytes:
+    """Digest of the first positions of a module's table, whatever becomes of its layer."""
+    table = getattr(module, "cos_sin_cache", None)
+    if not isinstance(table, torch.Tensor):
+        return b""
+    rows = table.detach()[:_TABLE_DIGEST_ROWS].float().cpu().contiguous()
+    return hashlib.sha256(rows.numpy().tobytes()).digest()
 
 
 def _attention_parents(model: torch.nn.Module) -> dict[int, torch.nn.Module]:

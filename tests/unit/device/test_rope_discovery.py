@@ -221,9 +221,24 @@ def test_the_digest_tells_tables_pairings_rules_and_modes_apart() -> None:
     assert rope_digest([rope()], "pre") == rope_digest([rope()], "pre")
 
 
+def test_the_digest_of_bound_pages_tells_tables_apart() -> None:
+    """Also those of K that nobody takes the rotation from."""
+
+    def digest(base: float, length: int = 2048) -> bytes:
+        module = Rotary()
+        module.cos_sin_cache = table(length, base=base)
+        ropes = discover_ropes(model(Attention(0, module)), make_pool(dtype=torch.uint8))
+        assert [rope.movable for rope in ropes] == [False]
+        return rope_digest(ropes, "pre")
+
+    assert digest(1e4) == digest(1e4) == digest(1e4, length=4096)
+    assert digest(1e4) != digest(5e5)
+
+
 def test_the_digest_does_not_tell_which_layer_binds_the_pages() -> None:
     """The self-check may bind another one at the next start, and what is stored is the same."""
-    rope, bound = LayerRope(spec_of(), movable=True), LayerRope(None, movable=False, reason="a")
+    rope = LayerRope(spec_of(), movable=True, table=b"rows")
+    bound = rope.bound("a")
     first, last = [bound, rope, rope], [rope, rope, bound]
     assert rope_digest(first, "pre") == rope_digest(last, "pre")
     assert rope_digest(first, "pre") == rope_digest([bound] * 3, "pre")
