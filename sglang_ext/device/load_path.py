@@ -15,8 +15,8 @@ the device, for the event of its layer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -145,8 +145,12 @@ class LoadPath:
         if self._streams.forwards is not None:
             self._port.wait(self._streams.forwards, event)
 
-    def in_forward_order(self, *inputs: torch.Tensor) -> AbstractContextManager[None]:
+    @contextmanager
+    def in_forward_order(self, *inputs: torch.Tensor) -> Iterator[None]:
         """Context whose work runs where the forwards do, behind the current stream's so far.
+
+        What follows on the current stream is behind it: SGLang's forwards run there where it does
+        not overlap them with its scheduling.
 
         Args:
             inputs: tensors of the current stream's that it uses.
@@ -154,11 +158,17 @@ class LoadPath:
         port, current = self._port, self._port.current_stream()
         stream = self._streams.forwards
         if stream is None or not port.brings_pages:
-            return port.on(current)
+            with port.on(current):
+                yield
+            return
         port.wait(stream, port.record(current))
         for tensor in inputs:
             tensor.record_stream(stream)
-        return port.on(stream)
+        try:
+            with port.on(stream):
+                yield
+        finally:
+            port.wait(current, port.record(stream))
 
     def _copy(
         self, loads: Sequence[tuple[torch.Tensor, Prepare]], on_layer: Callable[[Any], None]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -439,6 +439,10 @@ class HierKVLinker(UnifiedCacheLinker):
     def _release(self, ticket: LoadTicket, rows: list[torch.Tensor]) -> None:
         """The device is done with pages and rows; the caller kept `rows` alive until now."""
         self.store.end_load(ticket)
+
+    def in_forward_order(self) -> AbstractContextManager[None]:
+        """Context whose work runs where the forwards do, behind the current stream's so far."""
+        return self._load_path.in_forward_order()
 
     def overwrite_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies rows of the device pool over others, between the forwards.

@@ -224,8 +224,11 @@ def _prefill_identical(
     # Ranks that run in step tell each other how many tokens they bring.
     batch = scheduler.dp_attn_adapter.maybe_prepare_mlp_sync_batch(batch)
     runner = scheduler.tp_worker.model_runner
-    forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
-    _forward(scheduler, runner, forward_batch)
+    # Not on the stream that a scheduler is built on, which is CUDA's default one: there NCCL 2.29
+    # may fail with --enable-symm-mem, and cuBLAS would keep memory for it, too.
+    with cache.hier_linker.in_forward_order():
+        forward_batch = ForwardBatch.init_new(batch, runner, return_hidden_states_before_norm=False)
+        _forward(scheduler, runner, forward_batch)
     if runner.device != "cpu":
         torch.get_device_module(runner.device).synchronize()
     req = batch.reqs[0]

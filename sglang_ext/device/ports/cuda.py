@@ -184,10 +184,8 @@ class CudaPort(DevicePort):
         span: slice,
     ) -> None:
         """One call of CUDA, or one a page; they run asynchronously where slots are page-locked."""
-        if self._batches and self._runtime is not None:
-            here, there = _addresses(out, slots, page_slots, span)
-            stream = self.current_stream().cuda_stream
-            self._runtime.copy_many(here, there, span.stop - span.start, stream)
+        here, there = _addresses(out, slots, page_slots, span)
+        if self._copied_in_one_call(here, there, span):
             return
         for row, slot in enumerate(page_slots.tolist()):
             out[row].copy_(torch.from_numpy(slots[slot, span]), non_blocking=True)
@@ -200,13 +198,30 @@ class CudaPort(DevicePort):
         source: Any,
     ) -> None:
         """As `bring`."""
-        if self._batches and self._runtime is not None:
-            here, there = _addresses(source, slots, page_slots, span)
-            stream = self.current_stream().cuda_stream
-            self._runtime.copy_many(there, here, span.stop - span.start, stream)
+        here, there = _addresses(source, slots, page_slots, span)
+        if self._copied_in_one_call(there, here, span):
             return
         for row, slot in enumerate(page_slots.tolist()):
             torch.from_numpy(slots[slot, span]).copy_(source[row], non_blocking=True)
+
+    def _copied_in_one_call(
+        self, targets: npt.NDArray[np.int64], sources: npt.NDArray[np.int64], span: slice
+    ) -> bool:
+        """Queues copies of equal size on the current stream; False where CUDA takes no batches.
+
+        From the first one that it refuses on there are none. What of that one it may have queued
+        is copied once more: the same bytes, on the same stream.
+        """
+        if not self._batches or self._runtime is None:
+            return False
+        stream = self.current_stream().cuda_stream
+        try:
+            self._runtime.copy_many(targets, sources, span.stop - span.start, stream)
+        except CudartError as error:
+            self._batches = False
+            logger.warning("hier-kv: pages are copied one by one from now on: %s", error)
+            return False
+        return True
 
     def upload(self, values: npt.NDArray[np.int64], memory: Any = None) -> Any:
         """Copies by way of page-locked memory, which torch keeps until the copy is done."""
@@ -238,7 +253,26 @@ class CudaPort(DevicePort):
         self._thread.join()
 
     def _copies_in_batches(self, runtime: Cudart) -> bool:
-        """Tries it: the driver may be older than the library."""
+        """Whether pages are copied in batches; if not, the log says why."""
+        try:
+            reason = self._why_no_batches(runtime)
+        except CudartError as error:
+            reason = str(error)
+        if reason:
+            logger.info("hier-kv: pages are copied one by one: %s", reason)
+        return not reason
+
+    def _why_no_batches(self, runtime: Cudart) -> str:
+        """Tries one: the driver may be older than the library. Empty where it can be done.
+
+        What is tried is memory of torch's. That of pages is registered, so what a batch needs of
+        that is asked for: to try it could end all that the process has on the device.
+
+        Raises:
+            CudartError: CUDA refuses.
+        """
+        if not runtime.takes_host_addresses(self._device.index or 0):
+            return "the device has page-locked memory at other addresses than the host"
         source, stream = pinned(4), self.new_stream(())
         source[:] = torch.arange(4)
         target = torch.zeros(4, dtype=torch.int64, device=self._device)
@@ -247,15 +281,9 @@ class CudaPort(DevicePort):
             here, there = (each.data_ptr() + np.array([0, 16]) for each in (target, source))
             runtime.copy_many(here, there, 16, stream.cuda_stream)
             self.synchronize(self.record(stream))
-            if torch.equal(target.cpu(), source):
-                return True
-            reason = "other bytes came than were sent"
-        except CudartError as error:
-            reason = str(error)
         finally:
             self._given.remove(stream)
-        logger.info("hier-kv: pages are copied one by one: %s", reason)
-        return False
+        return "" if torch.equal(target.cpu(), source) else "other bytes came than were sent"
 
     def _run(self) -> None:
         try:

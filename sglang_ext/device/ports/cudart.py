@@ -18,6 +18,7 @@ _LIBRARY = re.compile(r"\S+/libcudart[\w.-]*\.so\.(\d+)\S*")
 # Copies of a batch read their sources when the stream gets to them.
 _IN_STREAM_ORDER = 1
 _RELAXED_CAPTURE = 2
+_HOST_ADDRESSES = 91  # an attribute of a device
 _WITH_FAILED_INDEX = 12  # major version whose batch call has one argument more
 
 
@@ -52,6 +53,7 @@ class Cudart:
         library = ctypes.CDLL(path)
         self._exchange_mode = library.cudaThreadExchangeStreamCaptureMode
         self._copy_many = library.cudaMemcpyBatchAsync
+        self._attribute = library.cudaDeviceGetAttribute
         self._last_error = library.cudaGetLastError
         self._major = major
         self._attributes = _Attributes(_IN_STREAM_ORDER)
@@ -68,6 +70,23 @@ class Cudart:
         mode = ctypes.c_int(_RELAXED_CAPTURE)
         status = self._exchange_mode(ctypes.byref(mode))
         self._require(status, "cudaThreadExchangeStreamCaptureMode")
+
+    def takes_host_addresses(self, device: int) -> bool:
+        """Whether a device has registered memory at the addresses that the host has it at.
+
+        Where it does not, as under WSL2, batches take addresses of the device's for it. With the
+        host's they seem to be queued, and end all that the process has on the device.
+
+        Args:
+            device: its number.
+
+        Raises:
+            CudartError: CUDA refuses.
+        """
+        value = ctypes.c_int(0)
+        status = self._attribute(ctypes.byref(value), _HOST_ADDRESSES, device)
+        self._require(status, "cudaDeviceGetAttribute")
+        return bool(value.value)
 
     def copy_many(
         self,

@@ -215,7 +215,7 @@ STUB = """
 #include <string.h>
 #include <stddef.h>
 typedef struct { int order; int source[2]; int target[2]; unsigned flags; } attributes;
-int mode = 7, status = 0;
+int mode = 7, status = 0, same_addresses = 1;
 int cudaThreadExchangeStreamCaptureMode(int *to) {
     int before = mode; mode = *to; *to = before; return status;
 }
@@ -225,6 +225,10 @@ int cudaMemcpyBatchAsync(void **to, void **from, size_t *sizes, size_t count, at
     if (num != 1 || first[0] || stream != (void *)0x123456789aUL) return 102;
     for (size_t i = 0; i < count; i++) memcpy(to[i], from[i], sizes[i]);
     return status;
+}
+int cudaDeviceGetAttribute(int *value, int what, int device) {
+    if (what != 91 || device != 3) return 103;
+    *value = same_addresses; return status;
 }
 int cudaGetLastError(void) { int last = status; status = 0; return last; }
 """
@@ -317,6 +321,9 @@ def test_without_batches_pages_are_copied_one_by_one(
     class Refuses:
         def allow_during_capture(self) -> None: ...
 
+        def takes_host_addresses(self, device: int) -> bool:
+            return True
+
         def copy_many(self, *_: Any) -> None:
             raise cudart.CudartError("the driver is too old")
 
@@ -327,6 +334,72 @@ def test_without_batches_pages_are_copied_one_by_one(
     assert len({port.new_stream(()).cuda_stream for _ in range(4)}) == 4  # what tried has none
     port.close()
     assert "the driver is too old" in caplog.text
+
+
+def test_no_batch_is_tried_where_the_device_has_other_addresses_of_page_locked_memory(
+    library: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Under WSL2 a batch of an arena's pages is taken, and ends the process."""
+    caplog.set_level(logging.INFO)
+    runtime = cudart.find_cudart(maps_of(tmp_path, library))
+    assert runtime is not None
+    assert runtime.takes_host_addresses(3)
+    with pytest.raises(cudart.CudartError, match=r"cudaDeviceGetAttribute must .* CUDA error 103$"):
+        runtime.takes_host_addresses(0)
+    ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "same_addresses").value = 0
+    assert not runtime.takes_host_addresses(3)
+
+    class OfWsl:
+        def allow_during_capture(self) -> None: ...
+
+        def takes_host_addresses(self, device: int) -> bool:
+            return False
+
+        def copy_many(self, *_: Any) -> None:
+            raise AssertionError("a batch")
+
+    port = CudaPort(torch.device("cpu"), Cuda(event=HappenedEvent), OfWsl())  # type: ignore[arg-type]
+    slots, memory = np.arange(40, dtype=np.uint8).reshape(4, 10), port.empty(10)
+    port.bring(memory.reshape(1, 10), slots, np.array([2]), slice(0, 10))
+    port.close()
+    assert memory.tolist() == slots[2].tolist()
+    assert "page-locked memory at other addresses than the host" in caplog.text
+
+
+def test_a_batch_that_cuda_refuses_is_copied_one_by_one_and_so_are_all_behind_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """What was tried at start is two small copies of torch's own memory, not pages of an arena."""
+
+    class RefusesPages:
+        asked = 0
+
+        def allow_during_capture(self) -> None: ...
+
+        def takes_host_addresses(self, device: int) -> bool:
+            return True
+
+        def copy_many(self, targets: Any, sources: Any, num_bytes: int, stream: int) -> None:
+            self.asked += 1
+            if num_bytes > 16:
+                raise cudart.CudartError("cudaMemcpyBatchAsync must succeed, got CUDA error 1")
+            for target, source in zip(targets.tolist(), sources.tolist(), strict=True):
+                ctypes.memmove(target, source, num_bytes)
+
+    runtime: Any = RefusesPages()
+    port = CudaPort(torch.device("cpu"), Cuda(event=HappenedEvent), runtime)
+    try:
+        slots, memory = np.arange(200, dtype=np.uint8).reshape(4, 50), port.empty(80).reshape(2, 40)
+        for which in (np.array([3, 1]), np.array([0, 2])):
+            port.bring(memory, slots, which, slice(2, 42))
+            assert np.array_equal(memory.numpy(), slots[which, 2:42])
+        memory.fill_(7)
+        port.send(slots, np.array([1, 3]), slice(5, 45), memory)
+        assert (slots[[1, 3], 5:45] == 7).all()
+    finally:
+        port.close()
+    assert runtime.asked == 2  # at start, and of the first pages
+    assert caplog.text.count("copied one by one from now on") == 1
 
 
 def test_a_pool_on_the_cpu_has_the_port_of_the_host() -> None:

@@ -115,6 +115,29 @@ def test_a_load_takes_four_events_for_each_layer_of_a_part(monkeypatch: pytest.M
     assert 2 * (4 * 32 + of_fence + of_begin) < cuda._EVENTS  # two of such loads
 
 
+def test_what_is_done_in_the_order_of_forwards_is_in_that_of_the_schedulers_stream() -> None:
+    """SGLang's forwards run there with --disable-overlap-schedule: the next one reads the rows."""
+    bed = Bed(2, 1 << 20)
+    device, path = bed.device, bed.path
+    source, target = ("row", 1), ("row", 2)
+
+    def forward() -> None:
+        device.launch("a forward", lambda: None, [target], [source, target])
+
+    def copy_in_order() -> None:
+        with path.in_forward_order():
+            device.launch("a copy", lambda: None, [source], [target])
+            raise RuntimeError("in between")
+
+    forward()
+    with path.in_forward_order():
+        device.launch("a copy", lambda: None, [source], [target])
+    forward()
+    with pytest.raises(RuntimeError, match="in between"):
+        copy_in_order()
+    forward()
+
+
 def test_a_load_needs_no_memory_that_was_not_taken_at_start() -> None:
     """Where it found none its request, whose forward runs, would fail."""
     bed = Bed(12, 1 << 20)

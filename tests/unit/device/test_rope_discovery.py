@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from sglang_ext.device.rope_discovery import (  # noqa: E402
     rope_digest,
 )
 from sglang_ext.kernels.rope import RopeSpec, naive  # noqa: E402
+from sglang_ext.seam import self_check  # noqa: E402
 from sglang_ext.seam.self_check import _without_sinks, check_layers  # noqa: E402
 
 HEADS, DIM, TOKENS = 2, 32, 64
@@ -345,3 +349,40 @@ def test_sinks_are_nothing_meanwhile_and_back_even_behind_an_error() -> None:
         fail()
     for name, value in layers.named_parameters():
         assert torch.equal(value, before[name])
+
+
+def test_the_check_runs_where_forwards_do_and_not_where_a_scheduler_is_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """That is CUDA's default stream, on which some releases of NCCL fail."""
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+
+    seen: list[str] = []
+
+    @contextmanager
+    def in_forward_order() -> Iterator[None]:
+        seen.append("begin")
+        yield
+        seen.append("end")
+
+    kv = SimpleNamespace(req_pool_idx=1)
+    batch = SimpleNamespace(reqs=[SimpleNamespace(origin_input_ids=[7, 7, 7], kv=kv)])
+    runner = SimpleNamespace(
+        device="cpu",
+        forward=lambda forward_batch: seen.append("forward"),
+        req_to_token_pool=SimpleNamespace(req_to_token=torch.arange(8).reshape(2, 4)),
+    )
+    scheduler: Any = SimpleNamespace(
+        dp_attn_adapter=SimpleNamespace(maybe_prepare_mlp_sync_batch=lambda found: found),
+        tp_worker=SimpleNamespace(model_runner=runner),
+        pp_group=SimpleNamespace(world_size=1),
+        attn_tp_group=None,
+    )
+    cache: Any = SimpleNamespace(
+        identity=SimpleNamespace(on_all_ranks=lambda work: [work()]),
+        hier_linker=SimpleNamespace(in_forward_order=in_forward_order),
+    )
+    monkeypatch.setattr(self_check, "_batch_of_identical", lambda scheduler: batch)
+    monkeypatch.setattr(ForwardBatch, "init_new", lambda *args, **kwargs: seen.append("batch"))
+    assert self_check._prefill_identical(scheduler, cache).tolist() == [4, 5, 6]
+    assert seen == ["begin", "batch", "forward", "end"]

@@ -118,6 +118,7 @@ ALSO_NOT_IN_A_FILE = {
     "pci_device_id": "of torch's properties of a device",
     "cudaHostRegister": "of CUDA's runtime",
     "cudaHostUnregister": "of CUDA's runtime",
+    "cudaDeviceGetAttribute": "of CUDA's runtime",
     "cudaGetLastError": "of CUDA's runtime",
     "cudaMemcpyBatchAsync": "of CUDA's runtime",
     "cudaThreadExchangeStreamCaptureMode": "of CUDA's runtime",
