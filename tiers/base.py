@@ -308,6 +308,15 @@ class Tier(abc.ABC):
     def clear(self, digest: bytes | None) -> None:
         """Removes every record of one namespace, or of all with `None`, for good."""
 
+    @property
+    def num_undeleted(self) -> int:
+        """Files of records that were cleared and are still there; tried again as it writes."""
+        return 0
+
+    def may_hold(self, digest: bytes) -> bool:
+        """Whether there may be records of a namespace that was never opened, of a former run."""
+        return True
+
     def end_namespace(self, digest: bytes) -> None:  # noqa: B027
         """Removes a namespace of which the owner has no page; it may be opened again.
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -61,6 +61,9 @@ class PageIndex:
     handed on as it is.
 
     It has many methods because rows of the map are also links of the list by age.
+
+    The rows of a namespace have its number, until its pages are disowned: then they keep that one,
+    and those that come after them get another. Whoever calls knows the namespace's only.
 
     Attributes:
         capacity: Most pages that it can hold.
@@ -109,6 +112,11 @@ class PageIndex:
         number = np.uint64((secrets.randbits(64) if seed is None else seed) & (2**64 - 1))
         self._table = (self._keys, self._namespaces, self._buckets, row_mask, number)
         self._links = (self._state, self._prev, self._next)
+        # By number of a namespace, the one that its rows have; by that, the namespace, and whether
+        # it was disowned. Numbers beyond their ends are their own.
+        self._number_of: Rows = np.empty(0, np.int64)
+        self._named: npt.NDArray[np.uint32] = np.empty(0, np.uint32)
+        self._is_disowned: npt.NDArray[np.bool_] = np.empty(0, np.bool_)
 
     # ---- keys ------------------------------------------------------------------------------
 
@@ -128,7 +136,7 @@ class PageIndex:
         """
         words = _as_words(hashes)
         rows = np.empty(len(words), np.int64)
-        kernels.lookup(*self._table, words, _u32(namespace), rows)
+        kernels.lookup(*self._table, words, self._own(namespace), rows)
         return rows
 
     def lookup_each(self, hashes: Hashes, namespaces: Rows) -> Rows:
@@ -145,14 +153,15 @@ class PageIndex:
         if len(words) != len(numbers):
             raise TierUsageError(f"{len(words)} pages were named in {len(numbers)} namespaces.")
         rows = np.empty(len(words), np.int64)
-        kernels.lookup_each(*self._table, words, numbers, rows)
+        kernels.lookup_each(*self._table, words, _renamed(self._number_of, numbers), rows)
         return rows
 
     def prefix_rows(self, hashes: Hashes, namespace: int, need_flags: int = 0) -> Rows:
         """Rows of the leading pages that are known and have every bit of `need_flags`."""
         words = _as_words(hashes)
         rows = np.empty(len(words), np.int64)
-        num = kernels.prefix(*self._table, words, _u32(namespace), rows, self.flags, need_flags)
+        number = self._own(namespace)
+        num = kernels.prefix(*self._table, words, number, rows, self.flags, need_flags)
         return rows[:num]
 
     def insert(self, hashes: Hashes, namespace: int) -> Inserted:
@@ -165,7 +174,7 @@ class PageIndex:
         rows = np.empty(len(words), np.int64)
         created = np.empty(len(words), np.bool_)
         kernels.insert(
-            *self._table, words, _u32(namespace), rows, created, *self._links, self.host_slot,
+            *self._table, words, self._own(namespace), rows, created, *self._links, self.host_slot,
             self.segment, self.block, self.num_blocks, self.disk_quality, self.flags, self.quality,
             self.stamp,
         )  # fmt: skip
@@ -186,7 +195,7 @@ class PageIndex:
         wanted = _as_rows(rows)
         if not self.is_live(wanted).all():
             raise TierUsageError("A row that holds no page was asked for its key.")
-        return self._keys[wanted].view(np.uint8), self._namespaces[wanted]
+        return self._keys[wanted].view(np.uint8), _renamed(self._named, self._namespaces[wanted])
 
     def is_live(self, rows: npt.ArrayLike) -> npt.NDArray[np.bool_]:
         """bool[N]: true where the row holds a page."""
@@ -199,6 +208,39 @@ class PageIndex:
         known[known] = self._prev[wanted[known]] != kernels.FREE
         return known
 
+    def disown(self, namespaces: Sequence[int], fresh: Sequence[int]) -> None:
+        """Has no page of some namespaces found any more, however many there are.
+
+        Pages that are inserted from now on are. The rows of those of before stay until they are
+        removed, with their keys; `are_disowned` knows them.
+
+        Args:
+            namespaces: numbers, each once, which should be small, as in `rows_of_namespaces`.
+            fresh: as many numbers, which are no namespace's, nor will be.
+        """
+        owned = [self._own(each) for each in namespaces]
+        size = max(*owned, *fresh, *namespaces, len(self._number_of) - 1) + 1
+        self._number_of = _grown(self._number_of, np.arange(size, dtype=np.int64))
+        self._named = _grown(self._named, np.arange(size, dtype=np.uint32))
+        self._is_disowned = _grown(self._is_disowned, np.zeros(size, np.bool_))
+        self._is_disowned[owned] = True
+        self._number_of[list(namespaces)] = fresh
+        self._named[list(fresh)] = namespaces
+
+    def are_disowned(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which rows hold a page that was disowned."""
+        if not len(self._is_disowned):  # as nearly always
+            return np.zeros(len(rows), np.bool_)
+        numbers, disowned = self._namespaces[rows], self.is_live(rows)
+        disowned &= numbers < len(self._is_disowned)
+        disowned[disowned] = self._is_disowned[numbers[disowned]]
+        return disowned
+
+    def _own(self, namespace: int) -> int:
+        """The number that the rows of a namespace have."""
+        number = _u32(namespace)
+        return int(self._number_of[number]) if number < len(self._number_of) else number
+
     # ---- rows by what is in them -----------------------------------------------------------
 
     def rows(self) -> Rows:
@@ -209,13 +251,16 @@ class PageIndex:
     def rows_of_namespaces(self, namespaces: Sequence[int]) -> Rows:
         """Live rows of some namespaces, ascending (one linear scan, however many these are).
 
+        Without those that were disowned.
+
         Args:
             namespaces: numbers, which should be small: memory is taken for all up to the largest.
         """
         if not len(namespaces):
             return np.empty(0, np.int64)
-        is_one = np.zeros(max(map(_u32, namespaces)) + 1, np.bool_)
-        is_one[list(namespaces)] = True
+        numbers = list(map(self._own, namespaces))
+        is_one = np.zeros(max(numbers) + 1, np.bool_)
+        is_one[numbers] = True
         rows = np.empty(len(self), np.int64)
         num = kernels.rows_where(rows, self._namespaces, is_one, self._state, self._prev)
         return rows[:num]
@@ -228,7 +273,8 @@ class PageIndex:
         first = int(numbers.min())
         is_used = np.zeros(int(numbers.max()) - first + 1, np.bool_)
         is_used[numbers - np.uint32(first)] = True
-        return [first + offset for offset in np.flatnonzero(is_used).tolist()]
+        used = first + np.flatnonzero(is_used)
+        return sorted(set(_renamed(self._named, used).tolist()))
 
     def note_use(self, rows: npt.ArrayLike, clock: int) -> None:
         """Set `stamp` to `clock` (its low 32 bits)."""
@@ -285,7 +331,8 @@ class PageIndex:
         _expect(filled == len(live), f"{filled} filled buckets for {len(live)} rows")
         for namespace in np.unique(self._namespaces[live]).tolist():
             rows = live[self._namespaces[live] == namespace]
-            found = self.lookup(self._keys[rows].view(np.uint8), namespace)
+            found = np.empty(len(rows), np.int64)
+            kernels.lookup(*self._table, self._keys[rows], namespace, found)
             _expect(bool((found == rows).all()), f"rows of namespace {namespace} are unreachable")
         free = _walk(int(self._state[kernels.FREE_HEAD]), self._next, top)
         _expect(len(free) + len(live) == top, f"{len(free)} free and {len(live)} of {top} rows")
@@ -321,6 +368,22 @@ def _as_rows(rows: npt.ArrayLike) -> Rows:
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise TierUsageError(f"Rows are integers [N], not {array.dtype}{list(array.shape)}.")
     return np.ascontiguousarray(array, dtype=np.int64)
+
+
+def _renamed(names: npt.NDArray[Any], numbers: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Numbers as a table has them; those that it does not reach, and below 0, as they are."""
+    if not len(names):
+        return numbers
+    renamed = numbers.copy()
+    known = (numbers >= 0) & (numbers < len(names))
+    renamed[known] = names[numbers[known]]
+    return renamed
+
+
+def _grown(old: npt.NDArray[Any], new: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """A longer array that begins as another."""
+    new[: len(old)] = old
+    return new
 
 
 def _u32(value: int) -> int:

@@ -50,7 +50,7 @@ class CachedDiskTier(Tier, OwnerCallbacks):
     The disk stays the home of every record: locations are its own, and what the memory forgets is
     read from it. Records from memory are verified like those from disk. Which are kept says the
     owner (`copy_keeper`), page by page; where nobody says it, those that were used last. Threads as
-    in `DiskTier`.
+    in `DiskTier`. It has many methods because it is a tier around another one.
 
     Args:
         disk: the tier below; closed with this one.
@@ -141,6 +141,15 @@ class CachedDiskTier(Tier, OwnerCallbacks):
     def clear(self, digest: bytes | None) -> None:
         """See `Tier.clear`."""
         self._disk.clear(digest)
+
+    @property
+    def num_undeleted(self) -> int:
+        """See `Tier.num_undeleted`."""
+        return self._disk.num_undeleted
+
+    def may_hold(self, digest: bytes) -> bool:
+        """See `Tier.may_hold`."""
+        return self._disk.may_hold(digest)
 
     def end_namespace(self, digest: bytes) -> None:
         """See `Tier.end_namespace`."""

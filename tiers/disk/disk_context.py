@@ -8,6 +8,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -37,6 +38,14 @@ _FAILED = {
     "io_unlink": "does not let go of a segment, whose room stays taken",
 }
 failures = FailureLog(logging.getLogger(__name__))
+
+
+def tell_of_other_names(folder: Path, path: Path) -> None:
+    """Logs, once a minute, that a segment is read only as it has other names."""
+    what = f"hier-kv: the disk folder {folder} has segments with hard links to them"
+    told = "through which another server may write; they are read, and not written to"
+    failures.tell(f"{what}, {told}", path.name)
+
 
 MAX_RUN_BYTES = 4 << 20
 """Longest run of neighbours in one call with O_DIRECT."""

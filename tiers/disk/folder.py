@@ -19,11 +19,12 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import re
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,8 @@ from sglang_ext.tiers.errors import TierConfigError
 
 FOLDER_VERSION = 1  # stored on disk; a change of files or names needs a new number
 _ID_STEP = 64
+# A file whose number is so much higher than those that the folder gave out is not of its making.
+_FAR_IDS = 1 << 24
 _MAX_STATE_BYTES = 1 << 20
 _SHARE_PATIENCE_S, _SHARE_POLL_S = 10.0, 0.02
 _LOOK_PATIENCE_S = 0.2  # far longer than `holder_of` has the lock
@@ -45,6 +48,8 @@ _NAMESPACE_NAME = re.compile(r"[0-9a-f]{16}")
 _RANK_NAME = re.compile(r"dp\d+-tp\d+-of-\d+(-pp\d+-of-\d+)?")
 _SEGMENT_NAME = re.compile(r"seg-(\d{8,10})\.hkv")
 _TEMP_NAME = re.compile(r"(seg-\d{8,10}\.hkv|ns\.msgpack|folder\.msgpack|direct-io-probe)\.tmp")
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +171,16 @@ class SegmentIds:
     Ids are spent in steps ahead of use, so that a file is written once in 64 segments.
     """
 
-    def __init__(self, io: FileIO, folder: Path, highest_seen: int, *, sync: bool) -> None:
+    def __init__(self, io: FileIO, folder: Path, seen: Collection[int], *, sync: bool) -> None:
         """Continues behind what `folder.msgpack` and the files in the folder have spent.
+
+        A file with a number far ahead, whoever made it, spends that number and none before it.
+
+        Args:
+            io: system calls.
+            folder: the tier's.
+            seen: ids in the names of the files there.
+            sync: whether what is spent is on the device before it is used.
 
         Raises:
             TierConfigError: the folder is of a later release, or cannot be written.
@@ -178,7 +191,14 @@ class SegmentIds:
         state = _folder_state(io, folder)
         spent = state.get("next_segment", 1)
         spent = spent if isinstance(spent, int) and 0 < spent < NO_SEGMENT else 1
-        self._next = max(spent, highest_seen + 1)
+        self._passed = {each for each in seen if each >= spent + _FAR_IDS}
+        if self._passed:
+            logger.warning(
+                "hier-kv: the disk folder %s has segments with numbers that it never gave out, "
+                "such as seg-%08d.hkv; its own go on from %d",
+                folder, min(self._passed), spent,
+            )  # fmt: skip
+        self._next = max((spent, *(each + 1 for each in seen if each not in self._passed)))
         self._limit = self._next
         try:
             self._reserve()
@@ -191,6 +211,8 @@ class SegmentIds:
         Raises:
             OSError: the folder cannot be written, or 2^32 - 1 ids are spent.
         """
+        while self._next in self._passed:
+            self._next += 1
         if self._next >= self._limit:
             self._reserve()
         self._next += 1
@@ -252,7 +274,9 @@ def segment_files(folder: Path) -> list[tuple[int, Path]]:
     found = []
     for path in folder.iterdir():
         match = _SEGMENT_NAME.fullmatch(path.name)
-        if match and _is_own_file(path) and segment_path(folder, int(match[1])) == path:
+        if match is None or int(match[1]) >= NO_SEGMENT:
+            continue
+        if _is_own_file(path) and segment_path(folder, int(match[1])) == path:
             found.append((int(match[1]), path))
     return sorted(found)
 

@@ -5,8 +5,9 @@ written again. A victim here is a sealed segment of any namespace. First come th
 live blocks, where the owner knows these, then those whose last read or write is longest ago; of the
 first few goes the one with the fewest pages that the owner will read soon. Pages that the owner
 calls hot move to their namespace's active segment first: at most a quarter of the victim, by size,
-and no more than that segment still has room for. Everything here runs on the writing thread under
-the write lock; readers are never waited for.
+and no more than that segment still has room for. While the disk does not let go of what was dropped
+before, nothing is dropped for room: that would make none, and can still be read. Everything here
+runs on the writing thread under the write lock; readers are never waited for.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from sglang_ext.tiers.disk.segments.layout import (
     segment_file_bytes,
 )
 from sglang_ext.tiers.disk.segments.recovery import read_footer
+from sglang_ext.tiers.disk.undeleted import UndeletedFiles
 from sglang_ext.tiers.records.checks import RecordKey
 from sglang_ext.tiers.records.record import ByteArray, RecordError, VerifyResult
 from sglang_ext.tiers.records.seals import SealedRecord
@@ -51,6 +53,7 @@ class SegmentReclaimer:
     Attributes:
         fresh: first blocks and lengths of the records that the call in hand wrote, by segment; the
             owner does not know yet that they are pages.
+        undeleted: files of segments that were dropped and are still there.
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class SegmentReclaimer:
         self._owner = owner
         self._actives = actives
         self.fresh: dict[int, dict[int, int]] = {}
+        self.undeleted = UndeletedFiles(context)
 
     def make_room(self, num_bytes: int, digest: bytes) -> bool:
         """Makes room for a new segment of `num_bytes` of namespace `digest`.
@@ -73,6 +77,8 @@ class SegmentReclaimer:
         """
         if self._shortfall(num_bytes) <= 0:
             return True
+        if not self.undeleted.try_again():
+            return False
         self._seal_idle(digest)
         if self._droppable() < self._shortfall(num_bytes):
             self._seal([key for key in self._actives if key != digest])
@@ -81,7 +87,10 @@ class SegmentReclaimer:
             return False
         victims = self._victims()
         while victims and shortfall > 0:
-            shortfall -= self.reclaim(victims.pop(self._least_needed(victims)))
+            given_back = self.reclaim(victims.pop(self._least_needed(victims)))
+            if not given_back:
+                return False
+            shortfall -= given_back
         return shortfall <= 0
 
     def has_room(self, num_bytes: int, namespace: Namespace) -> bool:
@@ -104,7 +113,7 @@ class SegmentReclaimer:
                 for segment in [*others, *unfit]
                 if keeper is None or not keeper.num_live_blocks(segment.segment_id)
             ]
-            if not idle:
+            if not idle or not self.undeleted.try_again():
                 return False
             self.reclaim(min(idle, key=lambda segment: segment.last_used))
         return True
@@ -131,18 +140,18 @@ class SegmentReclaimer:
         A folder that was written under a larger bound has them. Places in them are no room.
         """
         catalog, max_bytes = self._context.catalog, self._context.config.max_bytes
-        if catalog.used_bytes <= max_bytes:
+        if catalog.used_bytes <= max_bytes or not self.undeleted.try_again():
             return
         for victim in self._victims():
             if catalog.used_bytes <= max_bytes or not self.reclaim(victim):
                 return
 
     def reclaim_oldest(self) -> bool:
-        """Drops the oldest sealed segment, one of this call last; returns whether there was one."""
+        """Drops the oldest sealed segment, one of this call last; returns whether one is gone."""
         victims = self._context.catalog.oldest_sealed()
-        if victims:
-            self.reclaim(min(victims, key=lambda each: each.segment_id in self.fresh))
-        return bool(victims)
+        if not victims or not self.undeleted.try_again():
+            return False
+        return self.reclaim(min(victims, key=lambda each: each.segment_id in self.fresh)) > 0
 
     def reclaim(self, victim: Segment) -> int:
         """Salvages the victim's hot pages, then drops it; returns the bytes given back."""
@@ -156,22 +165,21 @@ class SegmentReclaimer:
         self._context.counters.add("segments_dropped")
         return given_back
 
-    def drop(self, segment: Segment) -> int:
-        """Tells the owner, then removes the segment; returns the bytes given back."""
+    def drop(self, segment: Segment, *, cleared: bool = False) -> int:
+        """Tells the owner, then removes the segment; returns the bytes given back.
+
+        Args:
+            segment: which.
+            cleared: whether its records must not be found again, rather than make room.
+        """
         context = self._context
         self._call(lambda: self._owner.on_drop(segment.namespace, segment.segment_id), None)
         context.catalog.remove(segment)
         context.reach("reclaim:before_unlink")
-        try:
-            context.io.unlink(segment.path)
-        except FileNotFoundError:
-            pass
-        except OSError as error:
-            context.failed("io_unlink", error)
-            context.catalog.keep_counting(segment.file_bytes)
+        is_gone = self.undeleted.delete(segment.path, segment.file_bytes, cleared=cleared)
+        context.fds.forget(segment.segment_id)
+        if not is_gone:
             return 0
-        finally:
-            context.fds.forget(segment.segment_id)
         self.drop_namespace(segment.namespace)
         return segment.file_bytes
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import BLOCK_BYTES, PageKeeper, RecoveredPages
-from sglang_ext.tiers.disk.disk_context import DiskContext
+from sglang_ext.tiers.disk.disk_context import DiskContext, tell_of_other_names
 from sglang_ext.tiers.disk.segments.active import ActiveSegment
 from sglang_ext.tiers.disk.segments.catalog import Namespace, Segment
 from sglang_ext.tiers.disk.segments.fileio import read_small
@@ -105,7 +105,10 @@ class ReusedSegment(ActiveSegment):
         fd = context.io.open(segment.path, os.O_RDWR | context.direct_flag)
         try:
             opened = cls(context, segment, fd, kept, room)
-            if opened.count_fitting([first_blocks]):
+            segment.has_other_names = context.io.num_names(fd) > 1
+            if segment.has_other_names:
+                tell_of_other_names(context.config.path, segment.path)
+            elif opened.count_fitting([first_blocks]):
                 context.reach("reuse:before_open")
                 context.io.truncate(fd, reopened_file_bytes(header))
                 if context.config.fsync != "none":

@@ -23,7 +23,7 @@ from sglang_ext.tiers.base import (
 )
 from sglang_ext.tiers.disk.config import DiskConfig
 from sglang_ext.tiers.disk.counters import Counters, DiskStats
-from sglang_ext.tiers.disk.disk_context import DiskContext, failures
+from sglang_ext.tiers.disk.disk_context import DiskContext, failures, tell_of_other_names
 from sglang_ext.tiers.disk.folder import (
     FolderLock,
     NamespaceFile,
@@ -88,8 +88,8 @@ class DiskTier(Tier, OwnerCallbacks):
         try:
             direct = self._choose_mode()
             self._catalog = Catalog()
-            highest = self._find_segments()
-            ids = SegmentIds(self._io, config.path, highest, sync=config.fsync != "none")
+            seen = self._find_segments()
+            ids = SegmentIds(self._io, config.path, seen, sync=config.fsync != "none")
         except BaseException:
             self._lock.release()
             raise
@@ -146,10 +146,13 @@ class DiskTier(Tier, OwnerCallbacks):
                 self._catalog.add_namespace(namespace)
             namespace.slot_bytes, namespace.num_slots = slot_bytes, num_slots
             namespace.packed = packed
+            undeleted = self._writer.reclaimer.undeleted
+            undeleted.try_again()
             try:
                 parts = [
                     self._recover(namespace, segment_id, path)
                     for segment_id, path in segment_files(folder)
+                    if path not in undeleted
                 ]
                 pages = RecoveredPages.concatenate(parts)
                 if enter is not None:
@@ -169,6 +172,7 @@ class DiskTier(Tier, OwnerCallbacks):
                 reason = "closed" if self._is_closed else "namespace"
                 self._context.counters.drop(reason, len(slots))
                 return [None] * len(slots)
+            self._writer.reclaimer.undeleted.try_again()
             return self._writer.write(namespace, slots)
 
     def read(self, digest: bytes, requests: Sequence[ReadRequest]) -> list[VerifyResult]:
@@ -195,6 +199,15 @@ class DiskTier(Tier, OwnerCallbacks):
                     with contextlib.suppress(OSError):
                         sync_folder(self._io, namespace.folder)
 
+    @property
+    def num_undeleted(self) -> int:
+        """See `Tier.num_undeleted`."""
+        return self._writer.reclaimer.undeleted.num_cleared
+
+    def may_hold(self, digest: bytes) -> bool:
+        """See `Tier.may_hold`; none of a namespace of which there was none at the start."""
+        return self._catalog.namespace(digest) is not None
+
     def end_namespace(self, digest: bytes) -> None:
         """See `Tier.end_namespace`. Its folder goes, too."""
         with self._writer.lock:
@@ -213,6 +226,7 @@ class DiskTier(Tier, OwnerCallbacks):
                     return
                 self._is_closed = True
                 self._closing.wait_for(lambda: self._num_reading == 0)
+            self._writer.reclaimer.undeleted.try_again()
             for digest in list(self._writer.actives):
                 self._writer.seal(digest)
             self._context.workers.stop()
@@ -240,9 +254,9 @@ class DiskTier(Tier, OwnerCallbacks):
             )
         return works
 
-    def _find_segments(self) -> int:
-        """Adds the segments of every namespace to the catalog; returns the highest id seen."""
-        highest = 0
+    def _find_segments(self) -> list[int]:
+        """Adds the segments of every namespace to the catalog; returns the ids of all files."""
+        seen: list[int] = []
         root = self._config.path
         try:
             remove_temp_files(self._io, root)
@@ -251,11 +265,11 @@ class DiskTier(Tier, OwnerCallbacks):
                 if remove_empty_folder(self._io, folder):
                     continue
                 for segment_id, path in segment_files(folder):
-                    highest = max(highest, segment_id)
+                    seen.append(segment_id)
                     self._add_found(folder, segment_id, path)
         except OSError as error:
             raise TierConfigError(f"the disk folder {root} cannot be read: {error}") from error
-        return highest
+        return seen
 
     def _add_found(self, folder: Path, segment_id: int, path: Path) -> None:
         digest = recovery.identify(self._io, path, segment_id)
@@ -276,7 +290,10 @@ class DiskTier(Tier, OwnerCallbacks):
             file_bytes=status.st_size,
             last_used=status.st_mtime_ns,
             sealed=True,
+            has_other_names=status.st_nlink > 1,
         )
+        if segment.has_other_names:
+            tell_of_other_names(self._config.path, path)
         self._catalog.add(segment)
         return segment
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from sglang_ext.tiers.store.gate import Gate
 from sglang_ext.tiers.store.types import Epoch, KeySpace
@@ -11,12 +11,16 @@ from sglang_ext.tiers.store.types import Epoch, KeySpace
 KEPT_NAMESPACES = 8
 """The last that were opened are kept, whether anything is stored of them or not."""
 
+KEPT_SPACES = 4096
+"""So many key spaces are kept, those of adapters among them, whether anything is stored or not."""
+
 
 class KeySpaces:
     """The key spaces of one store, and the namespaces that were opened. Thread-safe.
 
-    Each change of weights brings a namespace, so those of which nothing is stored any more are
-    retired. A number is never given out twice: where somebody still has one, nothing is found.
+    Each change of weights brings a namespace, and each adapter a key space, so those of which
+    nothing is stored any more are retired. A number is never given out twice: where somebody still
+    has one, nothing is found.
     """
 
     def __init__(self) -> None:
@@ -56,11 +60,6 @@ class KeySpaces:
         """How many there are."""
         with self._lock:
             return len(self._by_number)
-
-    def of(self, number: int) -> KeySpace:
-        """A key space by its number; something is stored of it."""
-        with self._lock:
-            return self._by_number[number]
 
     def find(self, number: int) -> KeySpace | None:
         """A key space by its number; None where it was retired."""
@@ -116,6 +115,36 @@ class KeySpaces:
             for name in names:
                 del self._by_number[self._by_name.pop(name).number]
             return gone
+
+    def has_many(self) -> bool:
+        """Whether there are more key spaces than are kept in any case."""
+        with self._lock:
+            return len(self._by_number) > KEPT_SPACES
+
+    def retire_adapters(
+        self, in_use: Collection[int], but: Collection[bytes], is_open: Callable[[KeySpace], bool]
+    ) -> None:
+        """Forgets key spaces of an epoch that is over of which nothing is stored.
+
+        The caller holds the lock under which rows are made.
+
+        Args:
+            in_use: numbers of the key spaces that have rows.
+            but: digests of namespaces whose key spaces stay.
+            is_open: whether a key space is of the present epoch.
+        """
+        kept = set(in_use)
+        with self._lock:
+            for number, space in list(self._by_number.items()):
+                if number not in kept and space.digest not in but and not is_open(space):
+                    del self._by_number[number], self._by_name[space.digest, space.lora]
+
+    def new_numbers(self, count: int) -> list[int]:
+        """Numbers that no key space has, had, or will have."""
+        with self._lock:
+            first = self._next_number
+            self._next_number += count
+            return list(range(first, self._next_number))
 
     def note_unopened(self, digest: bytes) -> None:
         """One that was retired was never opened on disk, where a former run's pages may lie."""

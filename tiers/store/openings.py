@@ -45,6 +45,10 @@ class Openings:
         """How many wait, or are being opened."""
         return len(self._waiting) + (self._taken is not None and self._taken not in self._waiting)
 
+    def digests(self) -> set[bytes]:
+        """Those that wait, or are being opened."""
+        return {*self._waiting, *(() if self._taken is None else (self._taken,))}
+
     def add(self, opening: Opening) -> None:
         """It is to be opened; as one that is known already, anew."""
         self._waiting[opening.digest] = opening

@@ -166,7 +166,7 @@ class PageStore:
             events=self.events,
             policy=policy,
             clock=clock,
-            space_of=self._spaces.of,
+            space_of=self._spaces.find,
             disk_floor=transcoder.quality if transcoder is not None and self._packed else 0,
             copies_bytes=0 if disk is None else disk.copies_bytes,
         )
@@ -246,6 +246,7 @@ class PageStore:
         Pages that are stored stay, and so does what moves between the tiers.
         """
         self.gate.end_epoch()
+        self._namespaces.end_adapters()
 
     def open_namespace(self, digest: bytes, label: dict[str, Any]) -> int:
         """Makes a namespace usable and enters the pages a former run left on disk.
@@ -556,11 +557,14 @@ class PageStore:
 
         No page of before is found from now on. What the disk has of them is deleted next, by the
         thread that writes to it and before it writes more (`clears_pending` in `stats`); a process
-        that is killed before that finds them again.
+        that is killed before that finds them again. Where they are many, that thread takes them out
+        of the books, too, and DRAM holds them until then.
         """
         spaces, digests = self._spaces.all_and_asked_for()
-        forgotten = self._books.saves.forget_namespace(
-            [space.number for space in spaces], digests if self._disk is not None else ()
+        forgotten = self._books.clearing.begin(
+            [space.number for space in spaces],
+            self._spaces.new_numbers(len(spaces)),
+            digests if self._disk is not None else (),
         )
         self.events.note("cleared")
         return forgotten
@@ -634,7 +638,8 @@ class PageStore:
         stats["planned_pages"] = self._books.pins.num_pages
         stats["spill_queue_pages"] = spilling
         stats["openings_pending"] = self._books.spills.num_openings()
-        stats["clears_pending"] = int(bool(self._books.spills.pending_clears()))
+        undeleted = self._disk is not None and self._disk.num_undeleted > 0
+        stats["clears_pending"] = int(undeleted or bool(self._books.spills.pending_clears()))
         return stats
 
     @property

@@ -98,7 +98,8 @@ class RankOfMany:
             rows = rows[(table.index.flags[rows] & READY) != 0]
             keys, numbers = table.index.keys(rows)
         for at in self.own.sample(range(len(rows)), min(3, len(rows))):
-            space = self.store._spaces.of(int(numbers[at]))
+            space = self.store._spaces.find(int(numbers[at]))
+            assert space is not None
             ticket = self.store.pin_ready(space, keys[at : at + 1])
             if ticket is not None:
                 self.store.drop_damaged(ticket, np.zeros(1, np.int64))

@@ -281,7 +281,9 @@ class StateWorld(WindowWorld):
             keys, numbers = table.index.keys(rows)
             slots = self.arena.slots[table.index.host_slot[rows]]
         for key, number, slot in zip(keys, numbers, slots, strict=True):
-            weights = self.store._spaces.of(int(number)).digest[0] - 1
+            space = self.store._spaces.find(int(number))
+            assert space is not None
+            weights = space.digest[0] - 1
             part, tenant, tokens = self.made[key.tobytes()]
             first = len(tokens) - PAGE
             meta, _ = parse_header(slot)

@@ -523,7 +523,9 @@ class WindowWorld(Scheduler):
                 for key, number, slot in zip(keys, numbers, slots, strict=True)
             ]
         for key, number, slot in found:
-            weights = self.store._spaces.of(number).digest[0] - 1
+            space = self.store._spaces.find(number)
+            assert space is not None
+            weights = space.digest[0] - 1
             part, tenant, tokens = self.made[key]
             first = len(tokens) - self.of_pairs - PAGE
             meta, _ = parse_header(slot)

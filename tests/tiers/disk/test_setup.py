@@ -17,6 +17,7 @@ import pytest
 
 from sglang_ext.tiers.access import problem_of
 from sglang_ext.tiers.disk import DiskTier
+from sglang_ext.tiers.disk.folder import SegmentIds
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.record import VerifyResult
@@ -481,3 +482,31 @@ def test_links_to_namespaces_and_segments_are_left_alone(
     tier = open_tier()
     with pytest.raises(TierConfigError, match="no symbolic link"):
         tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+
+
+@pytest.mark.parametrize("number", [4294967294, 4294967295, 9999999999, 4294967000, 100_000_000])
+def test_a_file_with_a_number_far_ahead_spends_none_of_the_numbers_before_it(
+    open_tier: OpenTier, tmp_path: Path, number: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    tier = open_tier()
+    tier.open_namespace(NAMESPACE, SLOT_BYTES, {})
+    store(tier, [1])
+    tier.close()
+    file = tmp_path / "disk" / NAMESPACE.hex()[:16] / f"seg-{number:08d}.hkv"
+    file.write_bytes(b"not ours")
+    for page in (2, 3):
+        again = open_tier()
+        assert len(again.open_namespace(NAMESPACE, SLOT_BYTES, {})) == page - 1
+        (place,) = store(again, [page])
+        assert place.segment < 1000
+        again.close()
+    assert file.read_bytes() == b"not ours"
+    assert len([each for each in caplog.records if "never gave out" in each.getMessage()]) <= 2
+
+
+def test_a_number_that_a_file_ahead_has_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang_ext.tiers.disk.folder._FAR_IDS", 2)
+    ids = SegmentIds(FileIO(), tmp_path, [1, 4, 5], sync=False)
+    assert [ids.take() for _ in range(3)] == [2, 3, 6]

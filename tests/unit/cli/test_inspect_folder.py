@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.tiers.disk.folder import FolderLock, SharedFolderLock, holder_of
+from sglang_ext.tiers.disk.offline.survey import find_segments
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 from sglang_ext.tiers.protection import write_key_file
 from tests.tiers.protection_cases import KEY, seals
@@ -182,3 +184,19 @@ def test_another_users_folder_is_a_sentence(
     monkeypatch.setattr(FileIO, "open", refuse)
     error = refusal(capsys, "inspect", tmp_path)
     assert f"{tmp_path / 'LOCK'} must be this user's to read" in error
+
+
+def test_a_namespace_that_goes_while_others_are_read_is_left_out(tmp_path: Path) -> None:
+    """Its server deletes it with its last segment."""
+    write_folder(tmp_path)
+    first, last = sorted(digest.hex()[:16] for digest in (NAMESPACE, OTHER_NAMESPACE))
+
+    class Server(FileIO):
+        def open(self, path: Path, flags: int) -> int:
+            shutil.rmtree(tmp_path / last, ignore_errors=True)
+            return super().open(path, flags)
+
+    namespaces, segments = find_segments(Server(), tmp_path)
+    assert [each.path.name for each in namespaces] == [first]
+    assert segments
+    assert {each.namespace.path.name for each in segments} == {first}

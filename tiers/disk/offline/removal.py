@@ -98,6 +98,8 @@ def cut_out(
     table = _table_without(segment, found, blocks)
     fd = io.open(segment.path, os.O_RDWR)
     try:
+        if io.num_names(fd) > 1:
+            raise OSError(f"{segment.place} has hard links to it, which would change as well")
         if isinstance(segment.heading, SegmentHeader):
             io.truncate(fd, reopened_file_bytes(segment.heading))
             io.sync(fd)

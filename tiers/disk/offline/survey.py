@@ -142,9 +142,11 @@ def find_segments(io: FileIO, folder: Path) -> tuple[list[NamespaceFolder], list
     namespaces: list[NamespaceFolder] = []
     segments: list[SegmentFile] = []
     for path in namespace_folders(folder, is_trusted_folder):
-        headed = [
-            (number, file, heading_of(io, file, number)) for number, file in segment_files(path)
-        ]
+        try:
+            files = segment_files(path)
+        except FileNotFoundError:  # beside a server it goes with its last segment
+            continue
+        headed = [(number, file, heading_of(io, file, number)) for number, file in files]
         namespace = _namespace(io, path, [heading for _, _, heading in headed])
         namespaces.append(namespace)
         for number, file, heading in headed:

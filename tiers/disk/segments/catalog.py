@@ -26,6 +26,8 @@ class Segment:
         packed: whether records take the blocks they fill, and not whole slots.
         read_since_open: whether `last_used` is newer than the file's own time.
         write_failed: whether the disk did not take what was written to it.
+        has_other_names: whether there are hard links to it, through which another server may be
+            writing; it is read only.
     """
 
     segment_id: int
@@ -39,6 +41,7 @@ class Segment:
     packed: bool = False
     read_since_open: bool = False
     write_failed: bool = False
+    has_other_names: bool = False
 
 
 @dataclass(slots=True)
@@ -71,7 +74,7 @@ class Namespace:
     def can_reuse(self, segment: Segment) -> bool:
         """Whether records written now may lie beside those of this segment, which can be read."""
         is_alike = segment.slot_bytes == self.slot_bytes and segment.packed == self.packed
-        return is_alike and not segment.write_failed
+        return is_alike and not (segment.write_failed or segment.has_other_names)
 
 
 class Catalog:

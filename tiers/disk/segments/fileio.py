@@ -79,6 +79,10 @@ class FileIO:
         """Gives the file disk space for [0, num_bytes)."""
         os.posix_fallocate(fd, 0, num_bytes)
 
+    def num_names(self, fd: int) -> int:
+        """Returns how many names the file has: more than one where there are hard links to it."""
+        return os.fstat(fd).st_nlink
+
     def truncate(self, fd: int, num_bytes: int) -> None:
         """Sets the file's size."""
         os.ftruncate(fd, num_bytes)

@@ -124,6 +124,8 @@ def recover_segment(
     except OSError:
         return found  # it cannot be written to, as it was read all the same
     try:
+        if io.num_names(fd) > 1:  # whoever has the others may be writing to it
+            return found
         end = write_footer(io, fd, table, segment_id, namespace, sync=sync, seal=seals.footers)
     except OSError:
         end = found.file_bytes  # a full or failing disk: the records are there all the same

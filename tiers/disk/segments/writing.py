@@ -72,7 +72,6 @@ class Writer:
         self._reuser = Reuser(context)
         self._is_full_for_good = False
         self._failed = False  # in the call in hand, for another reason than a full disk
-        self._device = context.io.device_of(context.config.path)
 
     def write(self, namespace: Namespace, slots: Sequence[ByteArray]) -> list[Location | None]:
         """Stores one record per slot; the contract is `Tier.write`'s."""
@@ -126,12 +125,12 @@ class Writer:
             self.seal(segment.namespace)
 
     def clear(self, digest: bytes) -> None:
-        """Removes every segment of the namespace."""
+        """Removes every segment of the namespace, for good."""
         active = self.actives.pop(digest, None)
         if active is not None:
             active.close()
         for segment in self._context.catalog.segments(digest):
-            self.reclaimer.drop(segment)
+            self.reclaimer.drop(segment, cleared=True)
 
     def _usable(self, namespace: Namespace, slots: Sequence[ByteArray]) -> list[int]:
         """Returns rows of `slots` that are memory of this namespace's pages."""
@@ -249,16 +248,12 @@ class Writer:
         Asked before room is made: what is given up while a mount is gone makes none. Nor is what
         lies below the mount filled, often the system's own, small disk.
         """
-        context = self._context
-        try:
-            is_mounted = context.io.device_of(context.config.path) == self._device
-            error = OSError(errno.ESTALE, "its file system is not the one of the start any more")
-        except OSError as absent:
-            is_mounted, error = False, absent
-        if not is_mounted:
-            self._failed = True
-            context.failed("io_write", error)
-        return is_mounted
+        error = self.reclaimer.undeleted.mount_error()
+        if error is None:
+            return True
+        self._failed = True
+        self._context.failed("io_write", error)
+        return False
 
     def _reclaim_early(self, namespace: Namespace, active: ActiveSegment) -> None:
         """Reclaims while the active segment still has room for what is worth keeping."""

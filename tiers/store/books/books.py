@@ -23,6 +23,7 @@ from sglang_ext.tiers.store.books.remote_book import RemoteBook
 from sglang_ext.tiers.store.books.saves import Saves
 from sglang_ext.tiers.store.books.spill_queue import SpillQueue
 from sglang_ext.tiers.store.books.write_policy import WritePolicy
+from sglang_ext.tiers.store.clearing import Clearing
 from sglang_ext.tiers.store.events import EventLog
 from sglang_ext.tiers.store.types import KeySpace, StoreCounters
 
@@ -43,6 +44,7 @@ class Books:
         pins: what plans of waiting requests pin.
         plans: plans, and what they bring from disk.
         saves: pages that enter DRAM.
+        clearing: pages that are forgotten, all of some key spaces.
         loads: pages that are read.
         remote: what is fetched from a remote store, and sent to it.
     """
@@ -58,7 +60,7 @@ class Books:
         events: EventLog,
         policy: PlacementPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
-        space_of: Callable[[int], KeySpace] | None = None,
+        space_of: Callable[[int], KeySpace | None] | None = None,
         disk_floor: int = Quality.EXACT,
         copies_bytes: int = 0,
     ) -> None:
@@ -75,7 +77,7 @@ class Books:
             policy: what leaves DRAM and the disk, by the queue; None for the least recent page,
                 and no look-ahead.
             clock: time in seconds, monotonic.
-            space_of: finds a key space by its number.
+            space_of: finds a key space by its number; None where it was retired.
             disk_floor: the best that the disk tier keeps.
             copies_bytes: of records that the disk tier has in DRAM as well; 0 where it has none.
         """
@@ -104,6 +106,7 @@ class Books:
         self.saves = Saves(
             table, self.room, self.pins, self.spills, self.writing, self.disk, int(disk_floor)
         )
+        self.clearing = Clearing(table, self.spills)
         self.loads = Loads(table, self.lookups, self.spills)
         self.remote = RemoteBook(table, self.lookups, self.room, self.pins)
 

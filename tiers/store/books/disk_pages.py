@@ -19,6 +19,8 @@ from sglang_ext.tiers.store.types import FILLING, READY, Hashes, KeySpace, Rows
 
 # Recovered pages that are entered under one hold of the lock: a few milliseconds.
 _ENTERED_AT_ONCE = 2048
+# Pages whose copies on disk are forgotten under one: the same.
+_LOST_AT_ONCE = 2048
 # Between two holds. Who waits for a lock that is taken again at once does not get it.
 _BETWEEN_S = 0.0005
 
@@ -113,8 +115,13 @@ class DiskPages:
 
     def drop_segment(self, segment: int) -> None:
         """Forgets the disk copies in a segment that is about to be deleted."""
-        with self._table.lock:
-            self._lose(self._rows_of(segment))
+        while True:  # no page comes to it any more
+            with self._table.lock:
+                rows = self._rows_of(segment, _LOST_AT_ONCE)
+                self._lose(rows)
+            if len(rows) < _LOST_AT_ONCE:
+                break
+            time.sleep(_BETWEEN_S)
         self._table.events.settle()
 
     def give_up(self, num_blocks: int) -> int:
@@ -123,17 +130,18 @@ class DiskPages:
         Returns:
             The blocks given up; 0 where there is nothing left.
         """
-        table, order = self._table, self._table.disk_order
+        order, given_up = self._table.disk_order, 0
         if order is None:
             return 0
-        with table.lock:
-            given_up = self._give_up_duplicates(num_blocks)
-            rows = order.take(num_blocks - given_up, table.now_s())
-            given_up += int(self._index.num_blocks[rows].sum())
-            self._lose(rows)
-            if given_up:  # if nothing was freed, it is not pages that take the room
-                self._writing.note_full()
-        table.events.settle()
+        while given_up < num_blocks:
+            if given_up:
+                time.sleep(_BETWEEN_S)
+            with self._table.lock:
+                freed = self._give_up_some(order, num_blocks - given_up)
+            if not freed:
+                break
+            given_up += freed
+        self._table.events.settle()
         return given_up
 
     def begin_closing(self) -> None:
@@ -253,6 +261,17 @@ class DiskPages:
         chosen[rivals] = ~order.are_needed_less(rows[rivals], displaced, now_s)
         return admitted | chosen
 
+    def _give_up_some(self, order: DiskOrder, num_blocks: int) -> int:
+        """`give_up` as far as it goes under one hold of the lock; the blocks, 0 for none left."""
+        given_up = self._give_up_duplicates(num_blocks)
+        if not given_up:
+            rows = order.take(num_blocks, self._table.now_s(), _LOST_AT_ONCE)
+            given_up = int(self._index.num_blocks[rows].sum())
+            self._lose(rows)
+        if given_up:  # if nothing was freed, it is not pages that take the room
+            self._writing.note_full()
+        return given_up
+
     @property
     def _has_spare(self) -> bool:
         return self._writing.back and not self._writing.closing
@@ -261,7 +280,8 @@ class DiskPages:
         """Forgets disk copies of pages that DRAM has, and may write again when they leave it."""
         if self._duplicates is None or not self._has_spare:
             return 0
-        rows = self._duplicates.take(num_blocks, self._writing.num_to_give_up)
+        most = min(self._writing.num_to_give_up, _LOST_AT_ONCE)
+        rows = self._duplicates.take(num_blocks, most)
         given_up = int(self._index.num_blocks[rows].sum())
         self._table.take_off_disk(rows)
         self._table.take(GIVE_UP_COPY, rows)
@@ -272,9 +292,9 @@ class DiskPages:
             self._table.events.pages("reclaimed", hashes)
         return given_up
 
-    def _rows_of(self, segment: int) -> Rows:
+    def _rows_of(self, segment: int, most: int | None = None) -> Rows:
         order = self._table.disk_order
-        return np.empty(0, np.int64) if order is None else order.rows_of(segment)
+        return np.empty(0, np.int64) if order is None else order.rows_of(segment, most)
 
     def _lose(self, rows: Rows) -> None:
         """Forgets disk copies; what DRAM does not have either is gone."""

@@ -90,6 +90,7 @@ class DramRoom:
         evicted = table.moved(rows)
         if self.on_unsent is not None:
             unsent = (self._index.flags[rows] & SENT) == 0
+            unsent &= ~self._index.are_disowned(rows)  # what was cleared goes nowhere
             if unsent.any():
                 self.on_unsent(*self._index.keys(rows[unsent]), on_disk[unsent])
         self._arena.free(self._index.host_slot[rows])

@@ -102,6 +102,7 @@ class RemoteBook:
                 return None
             rows = self._room.next_to_leave(num)
             rows = rows[(self._index.flags[rows] & SENT) == 0]
+            rows = rows[~self._index.are_disowned(rows)]
             if not len(rows):
                 return None
             hashes, numbers = self._index.keys(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -36,7 +36,7 @@ _MAX_YIELDS = 4
 
 
 class Saves:
-    """What a save does to the books, and `forget_namespace`. Methods take the table's lock.
+    """What a save does to the books. Methods take the table's lock.
 
     Args:
         table: the pages.
@@ -202,21 +202,6 @@ class Saves:
         table.counters.add("replaced_pages", len(replaced))
         if hashes is not None:
             table.events.pages("saved", hashes)
-
-    def forget_namespace(self, numbers: list[int], digests: Iterable[bytes] = ()) -> int:
-        """Forgets all pages of some key spaces; what is in flight for them ends in nothing.
-
-        Args:
-            numbers: of the key spaces.
-            digests: of the namespaces of which the disk is to lose everything that it has now;
-                nothing is given to it to write before that.
-        """
-        with self._table.lock:
-            self._spills.clear(digests)
-            rows = self._index.rows_of_namespaces(numbers)
-            slots = self._index.host_slot[rows]
-            self._table.arena.free(slots[slots != NO_SLOT])
-            return self._table.remove(rows, Absence.CLEARED)
 
     def _only_in_dram(self, path: Rows) -> Slots:
         """Slots of those pages of a path that DRAM alone has, and would lose for others."""

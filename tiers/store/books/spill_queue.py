@@ -50,13 +50,14 @@ class SpillQueue:
         table: the pages.
         writing: when pages are written.
         disk: what the disk takes.
-        space_of: finds a key space by its number.
+        space_of: finds a key space by its number; None where it was retired.
 
     Attributes:
         ready: notified when there may be something to write; of the table's lock.
         entries: what is queued; guarded by the lock.
         num_spilling: pages taken from it and not finished; one writer at a time.
         openings: namespaces that the disk is to open before it gets more; guarded by the lock.
+        num_clearings: clears whose pages are still in the books; guarded by the lock.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class SpillQueue:
         table: PageTable,
         writing: WritePolicy,
         disk: DiskPages,
-        space_of: Callable[[int], KeySpace],
+        space_of: Callable[[int], KeySpace | None],
     ) -> None:
         self._table, self._index = table, table.index
         self._writing, self._disk = writing, disk
@@ -77,6 +78,7 @@ class SpillQueue:
         # By slot, its generation when the page in it was spared a write; -1: it was not.
         self._spared = np.full(table.arena.num_slots, -1, np.int64)
         self._to_clear: set[bytes] = set()
+        self.num_clearings = 0
         self.openings = Openings()
 
     def pending_clears(self) -> list[bytes]:
@@ -114,8 +116,13 @@ class SpillQueue:
                 self.openings.add_failed(opening, self._table.now_s())
 
     def end_clears(self, digests: list[bytes]) -> None:
-        """The disk was told to clear these: it may get pages again."""
+        """The disk was told to clear these: it may get pages again.
+
+        Unless there was another clear meanwhile, whose pages could still be given to it.
+        """
         with self._table.lock:
+            if self.num_clearings:
+                return
             self._to_clear.difference_update(digests)
             if not self._to_clear:
                 self._writing.note_cleared()
@@ -307,7 +314,11 @@ class SpillQueue:
         rows, numbers = rows[order], numbers[order]
         starts = np.flatnonzero(np.diff(numbers, prepend=-1))
         for mine, number in zip(np.split(rows, starts[1:]), numbers[starts].tolist(), strict=False):
-            self.queue(self._space_of(number), mine, from_end=from_end)
+            space = self._space_of(number)
+            if space is not None:
+                self.queue(space, mine, from_end=from_end)
+            else:  # what was under way as it was retired: nobody finds it, here or on disk
+                self._table.take(SPARE, mine[SPARE.fits(self._index.flags[mine])])
 
     def used(self, space: KeySpace, rows: Rows) -> None:
         """Pages were used."""

@@ -105,11 +105,25 @@ class Namespaces:
             openings = self._books.spills.openings
             unopened = {digest for digest in gone if openings.forget(digest)}
             for digest in unopened:
-                self._spaces.note_unopened(digest)
+                if self._disk is not None and self._disk.may_hold(digest):
+                    self._spaces.note_unopened(digest)
         if self._disk is not None:
             for digest in gone:
                 if digest not in unopened:
                     self._disk.end_namespace(digest)
+
+    def end_adapters(self) -> None:
+        """Ends key spaces of adapters that are used no more, where there are very many.
+
+        An epoch has just ended: those that were given out in it pass no gate any more. One that is
+        being opened has key spaces whose pages are not entered yet.
+        """
+        if not self._spaces.has_many():
+            return
+        table = self._books.table
+        with table.lock:
+            in_use, opening = table.index.namespaces_in_use(), self._books.spills.openings.digests()
+            self._spaces.retire_adapters(in_use, opening, self._gate.is_open)
 
     def _enter(self, digest: bytes, found: RecoveredPages, epoch: Epoch) -> int:
         """Enters what a former run left of a namespace; returns how many pages found room."""

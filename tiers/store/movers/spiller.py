@@ -59,7 +59,7 @@ class Spiller(Work):
     ) -> None:
         self._namespaces = namespaces
         self._table, self._spills = books.table, books.spills
-        self._room, self._policy = books.room, books.writing
+        self._room, self._policy, self._clearing = books.room, books.writing, books.clearing
         self._disk = disk
         self._low_water_pages = low_water_pages
         self._meter = meter or TransferMeter()
@@ -162,8 +162,16 @@ class Spiller(Work):
     def _run_clear(self, digests: list[bytes]) -> None:
         """Deletes what the disk has of namespaces, after what was being written of them."""
         try:
+            self._clearing.finish()
             for digest in digests:
                 self._disk.clear(digest)
+            num_left = self._disk.num_undeleted
+            if num_left:
+                self._table.counters.add("clear_failures")
+                logger.warning(
+                    "hier-kv: %d files of pages that were cleared could not be deleted from disk, "
+                    "which is tried again; a start before that finds these pages", num_left,
+                )  # fmt: skip
         except Exception:
             self._table.counters.add("clear_failures")
             logger.exception("hier-kv: pages that were cleared could not all be deleted from disk")

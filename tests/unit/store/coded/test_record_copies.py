@@ -171,7 +171,7 @@ def test_a_write_that_ends_in_nothing_leaves_no_record(make: Make) -> None:
 
     def cleared(digest: bytes, slots: list[ByteArray]) -> list[Location | None]:
         written.append(write(digest, slots))
-        rig.store._books.saves.forget_namespace([rig.space.number])
+        rig.store._books.clearing.begin([rig.space.number], [])
         return written[-1]
 
     rig.disk._disk.write = cleared

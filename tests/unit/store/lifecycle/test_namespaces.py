@@ -20,7 +20,16 @@ from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.key_spaces import KEPT_NAMESPACES
 from sglang_ext.tiers.store.openings import Opening, Openings
 from sglang_ext.tiers.store.types import Epoch
-from tests.unit.store.store_rig import DIGEST, SLOT, Make, Rig, check_content, pages, rigs
+from tests.unit.store.store_rig import (
+    DIGEST,
+    NONE,
+    SLOT,
+    Make,
+    Rig,
+    check_content,
+    pages,
+    rigs,
+)
 
 
 @pytest.fixture
@@ -374,6 +383,9 @@ def test_what_waits_for_a_failing_disk_is_bounded(
     # Those that are kept in any case, and the one that was tried last.
     assert rig.store.stats()["openings_pending"] <= KEPT_NAMESPACES + 1
     assert rig.store.num_spaces <= KEPT_NAMESPACES + 2
+    # Of those that are forgotten the one that the disk has something of.
+    most = KEPT_NAMESPACES + 2 + 1
+    assert len(rig.store._spaces.all_and_asked_for()[1]) <= most
     if clears:
         rig.store.clear()
         rig.until(lambda: not rig.store.stats()["clears_pending"])
@@ -430,3 +442,80 @@ def test_what_a_disk_has_is_entered_bit_by_bit_and_the_last_of_equal_pages_count
     (row,) = table.index.lookup(hashes[5:6], rig.space.number)
     assert int(table.index.block[row]) == num
     rig.store.check()
+
+
+def test_key_spaces_of_adapters_that_came_and_went_are_bounded(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of which pages are stored stays, and so does one that is in use."""
+    monkeypatch.setattr("sglang_ext.tiers.store.key_spaces.KEPT_SPACES", 8)
+    rig = make(slots=64)
+    mine = pages("a", 3)
+    stored = rig.store.space(DIGEST, digest_of(0))
+    rig.save(mine, space=stored)
+    rig.settle()
+    for number in range(1, 200):
+        rig.store.end_epoch()
+        space = rig.store.space(DIGEST, digest_of(number))
+        assert rig.store.space(DIGEST, digest_of(number)) is space
+        assert rig.store.num_spaces <= 8 + 1
+    again = rig.store.space(DIGEST, digest_of(0))
+    assert again.number == stored.number
+    check_content(rig, mine, again)
+    others = pages("b", 3)
+    space = rig.store.space(DIGEST, digest_of(1))
+    assert rig.save(others, space=space) == 3
+    rig.settle()
+    check_content(rig, others, space)
+    rig.store.check()
+
+
+def test_a_namespace_that_is_being_opened_keeps_the_adapters_that_it_finds(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their pages are entered after they got their numbers."""
+    monkeypatch.setattr("sglang_ext.tiers.store.key_spaces.KEPT_SPACES", 0)
+    rig = make(slots=64)
+    update(rig, 1)
+    mine = pages("a", 3)
+    rig.save(mine, space=rig.store.space(digest_of(1), digest_of(7)))
+    rig.settle()
+    rig.store.close(30)
+    rig = make(slots=64)
+    add_recovered = rig.books.disk.add_recovered
+
+    def late(*args: Any) -> int:
+        rig.store.end_epoch()
+        return add_recovered(*args)
+
+    monkeypatch.setattr(rig.books.disk, "add_recovered", late)
+    update(rig, 1)
+    opened(rig)
+    assert rig.store.locate_prefix(rig.store.space(digest_of(1), digest_of(7)), mine).disk == 3
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_pages_that_are_fetched_for_weights_long_gone_hold_nothing_up(
+    make: Make, policy: str
+) -> None:
+    """A fetch passes no gate; what it brings is found by nobody, and must not stay for ever."""
+    rig = make(policy=policy)
+    update(rig, 0)
+    of_before = rig.space
+    for number in range(1, 2 * KEPT_NAMESPACES):
+        update(rig, number)
+    opened(rig)
+    assert rig.store._spaces.find(of_before.number) is None
+    saves = rig.books.saves
+    saves.finish(saves.begin(of_before, pages("late", 4), NONE), ok=True)
+    mine = pages("a", 7)
+
+    def all_came() -> bool:
+        rig.save(mine)
+        return rig.ready(mine) == 7
+
+    rig.until(all_came)
+    assert rig.store.flush(300.0) == 0
+    rig.settle()
+    assert rig.on_disk(mine) == 7
+    assert rig.count("worker_failures") == 0

@@ -61,14 +61,19 @@ class DiskOrder:
         """Pages began or ceased to be read."""
         self._lists.hold_where(rows, (self._index.flags[rows] & FILLING) != 0)
 
-    def take(self, num_blocks: int, now_s: float) -> Rows:
+    def take(self, num_blocks: int, now_s: float, most: int) -> Rows:
         """Takes out pages that leave, until their records free `num_blocks` blocks or none is left.
 
         The caller still has to call `leave` for them.
+
+        Args:
+            num_blocks: that are asked for.
+            now_s: the time.
+            most: pages that are taken at most.
         """
         taken: list[Rows] = []
-        while num_blocks > 0:
-            rows = self._lists.evict(_STEP_PAGES, now_s)
+        while num_blocks > 0 and most > 0:
+            rows = self._lists.evict(min(_STEP_PAGES, most), now_s)
             if not len(rows):
                 break
             blocks = np.cumsum(self._index.num_blocks[rows], dtype=np.int64)
@@ -76,6 +81,7 @@ class DiskOrder:
             if num < len(rows):
                 self._lists.put_back(rows[num:])
             taken.append(rows[:num])
+            most -= len(taken[-1])
             num_blocks -= int(blocks[min(num, len(rows)) - 1])
         return np.concatenate(taken) if taken else np.empty(0, np.int64)
 
@@ -146,9 +152,9 @@ class DiskOrder:
             result = np.where(within == within2, result, within2)
         return result
 
-    def rows_of(self, segment: int) -> Rows:
-        """Rows of the pages in a segment."""
-        return self._segments.rows(segment)
+    def rows_of(self, segment: int, most: int | None = None) -> Rows:
+        """Rows of the pages in a segment, or of so many of them."""
+        return self._segments.rows(segment, most)
 
     def live(self, segment: int) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint16]]:
         """First blocks, ascending, and lengths of the records of a segment that are pages."""

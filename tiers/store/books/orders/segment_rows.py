@@ -77,12 +77,13 @@ class SegmentRows:
             if not self._live[number, 1]:
                 self._free.append(self._numbers.pop(segment))
 
-    def rows(self, segment: int) -> Rows:
-        """The rows of a segment's pages, in any order."""
+    def rows(self, segment: int, most: int | None = None) -> Rows:
+        """The rows of a segment's pages, in any order, or of so many of them."""
         number = self._numbers.get(segment)
         if number is None:
             return np.empty(0, np.int64)
-        found = np.empty(self._live[number, 1], np.int64)
+        num = int(self._live[number, 1])
+        found = np.empty(num if most is None else min(num, most), np.int64)
         _walk(self._next, self._heads[number], found)
         return found
 
