@@ -176,7 +176,7 @@ def test_pages_that_are_coded_in_dram_come_back(name: str, tmp_path: Path) -> No
         settled(server)
         flush_device(server)
         found = kind.turns(server)
-        counts = settled(server)["codec"]
+        counts = settled(server)["disk"]["codec"]
     check_same(found, hits)
     assert counts["pages_decoded"] > 0
 

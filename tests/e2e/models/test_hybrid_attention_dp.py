@@ -69,6 +69,7 @@ class Kind:
         args: of its servers.
         env: of its servers.
         restarts: another server is started on the disk that the first left.
+        codec: of disk or store; empty: none.
     """
 
     write: Callable[[Path], Path]
@@ -78,6 +79,7 @@ class Kind:
     args: list[str]
     env: dict[str, str] = field(default_factory=dict)
     restarts: bool = True
+    codec: str = ""
 
 
 _STATES = STATE_MODELS["qwen3_next"]
@@ -108,9 +110,8 @@ KINDS = {
     ),
     "coded states": Kind(
         partial(write_state_model, name="qwen3_next"), _STATES.page_bytes, 2, 5e-4,
-        [*TWO_RANKS, "--dtype", _STATES.dtype_name, "--max-mamba-cache-size", "60",
-         "--hier-kv-codec", "lossless"],
-        {"SGLANG_MAMBA_CONV_DTYPE": _STATES.dtype_name},
+        [*TWO_RANKS, "--dtype", _STATES.dtype_name, "--max-mamba-cache-size", "60"],
+        {"SGLANG_MAMBA_CONV_DTYPE": _STATES.dtype_name}, codec="lossless",
     ),
     "states": Kind(
         partial(write_state_model, name="qwen3_next"), _STATES.page_bytes, 2, 5e-4,
@@ -127,6 +128,9 @@ def server_of(kind: Kind, model: Path, folder: Path, *below: str) -> Server:
     args = [*BASE, *kind.args, "--enable-hier-kv", "--hier-kv-prefetch-timeout-ms", "60000"]
     args += ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-host-size", f"{host_gib:.9f}"]
     args += below
+    if kind.codec:
+        tier = "disk" if "--hier-kv-disk-dir" in below else "remote"
+        args += ["--hier-kv-codec", f"{tier}={kind.codec}"]
     env = {**ENVIRONMENT, **kind.env}
     log = folder / "server.log"
     return Server(args, model=model, log_path=log, env=env, stop="kill", start_timeout_s=300)
