@@ -134,7 +134,7 @@ class WarmedServer:
         return served
 
     def _require_ready(self) -> None:
-        """SGLang takes requests until it ends, and ends when it has none: nobody else would."""
+        """SGLang takes requests until it has none, and then ends, behind those that came late."""
         try:
             ask(address_of(self._url, _READY), self._keys.api)
         except urllib.error.HTTPError as error:
@@ -168,6 +168,7 @@ class WarmedServer:
         num_missing, have_ended = self._num_missing(document, served), False
         last = [queued + ended for queued, ended in self._saves()] if num_missing else []
         while num_missing and not have_ended:
+            self._require_ready()  # a scheduler that has ended would leave the question unanswered
             # Asked for first: what is missing when its saves have ended stays missing.
             saves = zip(self._saves(), last, strict=True)
             have_ended = all(ended >= mine for (_, ended), mine in saves)

@@ -424,6 +424,17 @@ def test_a_server_that_is_about_to_end_is_not_held_up(
     assert len(peer.prompts()) == 2
 
 
+def test_pages_are_not_waited_for_where_the_server_is_about_to_end(
+    peer: Peer, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its scheduler may be gone by then, and the question would hold it up."""
+    peer.drains_after, peer.is_stored, peer.stalls = 1, False, True
+    assert main(["warm", peer.url, write({"text": "a"}, {"text": "b"}), "--concurrency", "1"]) == 1
+    said = capsys.readouterr().out
+    assert ":1: /ready answers 503: the server is about to end" in said
+    assert len(peer.prompts()) == 1
+
+
 def test_an_interrupt_waits_for_no_document_and_says_what_was_done(
     peer: Peer, write: Write
 ) -> None:
