@@ -50,7 +50,7 @@ def attach(server_args: Any, config: Any) -> None:
     from sglang_ext.seam.hooks.hooking import check_hooks
     from sglang_ext.seam.start.front import hook_tokenizer_manager
     from sglang_ext.settings.compat import DEFAULT_PAGE_SIZE, check_arguments
-    from sglang_ext.truncation.secret import lineage_secret
+    from sglang_ext.truncation.secret import lineage_secret, secret_problem
 
     check_contract()
     check_hooks()
@@ -59,7 +59,10 @@ def attach(server_args: Any, config: Any) -> None:
     if config.disk_dir:
         if (getattr(server_args, "nnodes", 1) or 1) == 1:  # or the other node has it by right
             check_free(config.disk_dir, _LEAVING_S)
-        for problem in (room_problem(config), others_problem(Path(config.disk_dir))):
+        problems = [room_problem(config), others_problem(Path(config.disk_dir))]
+        if config.truncation != "off":
+            problems.append(secret_problem(config.disk_dir))
+        for problem in problems:
             if problem:
                 logger.warning("hier-kv: %s", problem)
     server_args._hier_kv = config.to_dict()

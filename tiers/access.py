@@ -139,6 +139,15 @@ def is_trusted_folder(path: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and _is_trusted(status, os.geteuid())
 
 
+def is_trusted_file(path: Path) -> bool:
+    """Whether this is a file, no symbolic link, and of a user who is trusted; changes nothing."""
+    try:
+        status = os.lstat(path)
+    except OSError:
+        return False
+    return stat.S_ISREG(status.st_mode) and _is_trusted(status, os.geteuid())
+
+
 def problem_of(status: os.stat_result, uid: int) -> str:
     """What makes a folder unfit to hold KV; "" for nothing. What it says goes after its name.
 

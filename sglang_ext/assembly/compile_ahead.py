@@ -7,16 +7,15 @@ compiled when their module is imported.
 from __future__ import annotations
 
 import itertools
-import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import partial
 
 from numba.core import event
 
+from sglang_ext.child_processes import ChildProcesses
 from sglang_ext.compiling import check_kept, round_source_times
 
 _COMPILES = "numba:compile"  # numba's event; what it finds kept gives none
@@ -59,15 +58,14 @@ def prebuild(dtypes: Sequence[str], codec_ids: Sequence[str], num_jobs: int = 1)
     if num_jobs == 1:
         yield from itertools.starmap(_built, parts.items())
         return
-    context = multiprocessing.get_context("spawn")  # what this one has loaded is not for a fork
-    with ProcessPoolExecutor(min(num_jobs, len(parts)), mp_context=context) as pool:
-        try:
-            yield from pool.map(_built, parts.keys(), parts.values())
-        except BrokenProcessPool:
-            raise OSError(
-                "one of the processes that compile was killed, perhaps for want of memory; "
-                "try --jobs 1"
-            ) from None
+    try:
+        with ChildProcesses(min(num_jobs, len(parts))) as pool:
+            for future in [pool.submit(_built, *part) for part in parts.items()]:
+                yield future.result()
+    except BrokenProcessPool:
+        raise OSError(
+            "one of the processes that compile was killed, perhaps for want of memory; try --jobs 1"
+        ) from None
 
 
 def _built(part: str, build: Callable[[], None]) -> Built:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import multiprocessing
 import os
-import signal
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, wait
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from typing import Any
 
+from sglang_ext.child_processes import ChildProcesses
 from sglang_ext.simulator.engine import run
 from sglang_ext.simulator.traffic import Traffic
 from sglang_ext.simulator.types import DRAM_GB_S, Conversation, System
@@ -130,11 +129,9 @@ def _simulated(
 
             yield _predict(traffic, system, size, on_admitted)
         return
-    # Not forked: numba's threads may hold locks.
-    context = multiprocessing.get_context("spawn")
-    done = context.Array("q", len(sizes), lock=False)
+    done = multiprocessing.get_context("spawn").Array("q", len(sizes), lock=False)
     try:
-        with ProcessPoolExecutor(num_workers, context, _set_up, (traffic, done)) as pool:
+        with ChildProcesses(num_workers, _set_up, traffic, done) as pool:
             jobs = list(enumerate(zip(systems, sizes, strict=True)))
             futures = [pool.submit(_predict_there, at, *each) for at, each in jobs[:1]]
             # The others begin behind its first request: the loops are compiled then, and kept. Each
@@ -152,8 +149,6 @@ def _simulated(
         ) from error
 
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 # Of a process that simulates.
 _traffic: Traffic
 _done: Any  # requests that were admitted, by size
@@ -162,12 +157,6 @@ _done: Any  # requests that were admitted, by size
 def _set_up(traffic: Traffic, done: Any) -> None:
     """A process that simulates begins."""
     global _traffic, _done
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C is for it, too: it ends without a word
-    # However its parent ends, which starts processes in a thread that stays as long as it does.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    parent = multiprocessing.parent_process()
-    if parent is not None and os.getppid() != parent.pid:
-        os._exit(1)  # it ended before
     _traffic, _done = traffic, done
 
 

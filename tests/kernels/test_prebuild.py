@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from sglang_ext import compiling
@@ -139,6 +143,39 @@ def test_where_nothing_can_be_kept_it_says_so(tmp_path: Path) -> None:
     assert line.startswith("hier-kv: compiled loops of ")
     assert "set NUMBA_CACHE_DIR to a folder that this user may write to" in line
     assert not done.stdout
+
+
+def test_ctrl_c_ends_it_with_the_processes_that_compile(tmp_path: Path) -> None:
+    """They are stopped here, as whoever waited for them would wait for minutes."""
+    call = (
+        "import signal, sys; from sglang_ext.cli import main; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main(sys.argv[1:]))"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", call, "prebuild", "--jobs", "2"],
+        cwd=ROOT,
+        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},  # where nothing is kept yet
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            workers: list[psutil.Process] = []
+            while not workers:
+                assert process.poll() is None, "it compiled nothing in another process"
+                found = psutil.Process(process.pid).children()
+                workers = [each for each in found if "spawn_main" in " ".join(each.cmdline())]
+                time.sleep(0.01)
+            for worker in workers:
+                worker.suspend()
+            os.killpg(process.pid, signal.SIGINT)  # all that a terminal has in the foreground
+            _, told = process.communicate(timeout=300)
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert (process.returncode, told) == (130, "")
+    assert not psutil.wait_procs(workers, timeout=300)[1]
 
 
 @pytest.mark.parametrize(

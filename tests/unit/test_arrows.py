@@ -54,6 +54,7 @@ ROOMS = (
     "sglang_ext.tiers.compiled",
     "sglang_ext.tiers.anonymous_memory",
     "sglang_ext.tiers.errors",
+    "sglang_ext.child_processes",
     "sglang_ext.compiling",
     "sglang_ext.registry",
 )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from sglang_ext.assembly.doctor.cache_folder import cache_problem
 from sglang_ext.assembly.doctor.checkout import use_stand_ins
 from sglang_ext.assembly.doctor.listening import listening_problem
 from sglang_ext.assembly.doctor.machine_speed import measure_disk, measure_dram
@@ -39,6 +40,7 @@ from sglang_ext.tiers.anonymous_memory import available_bytes
 from sglang_ext.tiers.disk.segments.fileio import FileIO, direct_io_works
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.remote.password import ENV_PASSWORD
+from sglang_ext.truncation.secret import secret_problem
 
 _BELOW = "below"  # the details, one a line
 _GPU = Path("/dev/nvidiactl")
@@ -94,7 +96,9 @@ def look(
 def _looks(config: HierKVConfig, model_path: str, speeds: bool) -> Iterator[Check]:
     folder = Path(config.disk_dir) if config.disk_dir else None
     yield _check_settings(config)
-    if model_path:
+    if problem := cache_problem():
+        yield Check("home", "refused", problem)
+    elif model_path:
         yield _check_model(model_path, config)
     yield _check_memory_lock(config)
     yield _check_numa(config)
@@ -307,7 +311,10 @@ def _check_disk(config: HierKVConfig) -> Check:
     if mode == "direct" and not direct_io_works(FileIO(), folder):
         text = f"--hier-kv-disk-io direct needs O_DIRECT, which {folder} lacks; use auto."
         return Check("disk", "refused", text)
-    if problem := room_problem(config) or others_problem(folder):
+    problem = room_problem(config) or others_problem(folder)
+    if not problem and config.truncation != "off":
+        problem = secret_problem(config.disk_dir)
+    if problem:
         return Check("disk", "warning", f"{problem}.")
     if mode == "buffered":
         text = "Buffered I/O: the page cache holds a second copy of what is read; a local disk"

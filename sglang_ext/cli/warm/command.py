@@ -127,7 +127,8 @@ class Summary:
         computed_tokens: of these, those that were not reused.
         reused: the others by tier.
         failures: documents that are not stored, and why.
-        is_cut_short: whether the server went away; documents behind that were not tried.
+        is_cut_short: whether the server went away or was about to; documents behind that were not
+            tried.
         is_interrupted: whether whoever ran this did not wait for the rest.
         lost_pages: of anybody, that left the last tier meanwhile.
         pinned_now_pages: at the end; None where nothing was to be pinned.
@@ -188,7 +189,8 @@ class Summary:
         shown += _first([self._said_of_short(*each) for each in self.too_short])
         if self.is_cut_short:
             shown.append(
-                "the server is gone; documents behind the last that is counted were not sent"
+                "the server is gone or about to end; documents behind the last that is counted "
+                "were not sent: run this again when it is back"
             )
         if self.is_interrupted:
             shown.append(

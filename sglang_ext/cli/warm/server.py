@@ -10,6 +10,7 @@ import urllib.error
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, NamedTuple
 
 from sglang_ext.cli.server_stats import (
@@ -22,6 +23,7 @@ from sglang_ext.cli.server_stats import (
 )
 from sglang_ext.cli.warm.documents import Document
 
+_READY = "/ready"
 _STEER = "/hier_kv/steer"
 _MOST_PAUSE_S = 0.5
 
@@ -31,7 +33,7 @@ class WarmError(ValueError):
 
 
 class ServerGoneError(WarmError):
-    """Nobody answers any more, so nothing else needs to be tried."""
+    """Nobody answers any more, or soon, so nothing else needs to be tried."""
 
 
 class Served(NamedTuple):
@@ -109,8 +111,10 @@ class WarmedServer:
         """Sends a document, waits until it is stored, and pins it. Blocks.
 
         Raises:
+            ServerGoneError: nobody answers, or the server is about to end.
             WarmError: it is not stored, or not pinned.
         """
+        self._require_ready()
         served = self._send(document)
         if served.num_tokens < self.page_size:
             return served
@@ -128,6 +132,19 @@ class WarmedServer:
         if pin_s is not None:
             self._steer(document, served, {"pin_s": pin_s})
         return served
+
+    def _require_ready(self) -> None:
+        """SGLang takes requests until it has none, and then ends, behind those that came late."""
+        try:
+            ask(address_of(self._url, _READY), self._keys.api)
+        except urllib.error.HTTPError as error:
+            error.close()
+            if error.code == HTTPStatus.SERVICE_UNAVAILABLE:
+                raise ServerGoneError(
+                    f"{_READY} answers {error.code}: the server is about to end, or does not serve"
+                ) from error
+        except (OSError, ValueError, http.client.HTTPException):
+            pass  # its answer is empty; what fails is said of the request
 
     def _send(self, document: Document) -> Served:
         body = document.body
@@ -151,6 +168,7 @@ class WarmedServer:
         num_missing, have_ended = self._num_missing(document, served), False
         last = [queued + ended for queued, ended in self._saves()] if num_missing else []
         while num_missing and not have_ended:
+            self._require_ready()  # a scheduler that has ended would leave the question unanswered
             # Asked for first: what is missing when its saves have ended stays missing.
             saves = zip(self._saves(), last, strict=True)
             have_ended = all(ended >= mine for (_, ended), mine in saves)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -15,8 +16,10 @@ ENV_CACHE = "SGLANG_HIER_KV_CACHE"
 def candidate_paths(model_path: str) -> list[Path]:
     """Where a model's profile is looked for, in this order."""
     folder = Path(model_path)
-    beside = [folder / FILE_NAME] if folder.is_dir() else []
-    return [*beside, cache_path(model_path)]
+    found = [folder / FILE_NAME] if folder.is_dir() else []
+    with contextlib.suppress(OSError):  # there is none
+        found.append(cache_path(model_path))
+    return found
 
 
 def find_profile(model_path: str) -> Path | None:
@@ -25,15 +28,23 @@ def find_profile(model_path: str) -> Path | None:
 
 
 def path_to_write(model_path: str) -> Path:
-    """Where a new profile goes: beside the model if that can be written, else the cache folder."""
-    first = candidate_paths(model_path)[0]
-    if os.access(first.parent, os.W_OK):
-        return first
+    """Where a new profile goes: beside the model if that can be written, else the cache folder.
+
+    Raises:
+        OSError: there is no cache folder; one sentence.
+    """
+    folder = Path(model_path)
+    if folder.is_dir() and os.access(folder, os.W_OK):
+        return folder / FILE_NAME
     return cache_path(model_path)
 
 
 def cache_path(model_path: str) -> Path:
-    """The profile's place in the cache folder; its name tells folders of equal names apart."""
+    """The profile's place in the cache folder; its name tells folders of equal names apart.
+
+    Raises:
+        OSError: there is no cache folder; one sentence.
+    """
     folder = Path(model_path)
     whole = str(folder.resolve()) if folder.exists() else model_path
     name = re.sub(r"[^A-Za-z0-9._-]+", "-", folder.name or "model")[:80]
@@ -46,4 +57,9 @@ def _cache_folder() -> Path:
     if own:
         return Path(own)
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sglang-hier-kv"
+    try:
+        return (Path(base) if base else Path.home() / ".cache") / "sglang-hier-kv"
+    except RuntimeError as error:  # of a user without a name
+        raise OSError(
+            f"this user has no home, so no cache folder; set HOME or {ENV_CACHE}"
+        ) from error

@@ -25,6 +25,7 @@ from sglang_ext.seam.hooks.weights import register_weight_hooks
 from sglang_ext.seam.reuse_report import DETAILS_KEY, pack_details, pack_quality
 from sglang_ext.seam.self_check import run_self_check
 from sglang_ext.seam.session_turns import part_from_another_turn
+from sglang_ext.seam.start.orphan import end_orphan
 from sglang_ext.tiers.errors import TierConfigError
 from sglang_ext.tiers.records.quality import Quality, name_of
 from sglang_ext.truncation.lineage import lineage_of
@@ -56,6 +57,7 @@ def register_scheduler_hooks(
 
     if BACKEND not in registry.registered_radix_cache_backends():
         registry.register_radix_cache_backend(BACKEND, build_hooked)
+    hook(f"{_SCHEDULER}.__init__", end_orphan, "before")
     hook(f"{_SCHEDULER}.__init__", _after_init)
     request_observers.add(_note_tenant)
     request_observers.add(_part_from_another_turn)

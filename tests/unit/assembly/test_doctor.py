@@ -11,7 +11,6 @@ import resource
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,10 +40,10 @@ from testkit.ports import free_port
 from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.server import TINYLM
 from testkit.sglang_copy import SglangCopy
+from tests.other_user import ANOTHER_USER, as_another_user
 from tests.tiers.remote.remote_cases import WAIT_S, make_items, open_store
 
 SMALL = ["--hier-kv-host-size", "0.01"]
-_ANOTHER_USER = 65534  # nobody's, where it has a name
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -341,28 +340,6 @@ def test_its_own_segments_are_room_and_nothing_else_is_looked_into(
     assert not [path for path in looked if "models" in path]
 
 
-def _as_another_user(folder: Path, work: Callable[[], str]) -> str:
-    """What `work` says in a process of a user who is not root, with `folder` as that user's."""
-    reading, writing = os.pipe()
-    os.chown(folder, _ANOTHER_USER, _ANOTHER_USER)
-    if (child := os.fork()) == 0:
-        said = "it raised"
-        try:
-            os.chdir(folder)  # folders above it are closed to that user
-            os.setgroups([])
-            os.setresgid(_ANOTHER_USER, _ANOTHER_USER, _ANOTHER_USER)
-            os.setresuid(_ANOTHER_USER, _ANOTHER_USER, _ANOTHER_USER)
-            said = work()
-        finally:
-            os.write(writing, said.encode())
-            os._exit(0)
-    os.close(writing)
-    with open(reading) as pipe:
-        said = pipe.read()
-    os.waitpid(child, 0)
-    return said
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_files_that_a_server_of_root_left_are_told_of(tmp_path: Path) -> None:
     """To the server's own user they are closed, as to the tier: it would find and count nothing."""
@@ -377,22 +354,56 @@ def test_files_that_a_server_of_root_left_are_told_of(tmp_path: Path) -> None:
 
     names = tmp_path / "0123456789abcdef"
     names.mkdir(mode=0o700)
-    os.chown(names, _ANOTHER_USER, _ANOTHER_USER)
-    assert _as_another_user(tmp_path, lambda: others_problem(here)) == ""
+    os.chown(names, ANOTHER_USER, ANOTHER_USER)
+    assert as_another_user(tmp_path, lambda: others_problem(here)) == ""
     for name in ("seg-00000001.hkv", "not-the-tiers"):
         (names / name).touch(mode=0o600)
-    said = _as_another_user(tmp_path, lambda: others_problem(here))
+    said = as_another_user(tmp_path, lambda: others_problem(here))
     assert "may not read and write 1 of the disk tier's" in said
     assert "0123456789abcdef/seg-00000001.hkv of user 0" in said
     os.chown(names, 0, 0)
-    said = _as_another_user(tmp_path, lambda: others_problem(here))
+    said = as_another_user(tmp_path, lambda: others_problem(here))
     assert "may not read and write 1 of the disk tier's" in said
     assert "0123456789abcdef of user 0" in said
-    assert _as_another_user(tmp_path, refusal) == ""
+    assert as_another_user(tmp_path, refusal) == ""
     FolderLock(FileIO(), tmp_path).release()
-    said = _as_another_user(tmp_path, refusal)
+    said = as_another_user(tmp_path, refusal)
     assert said.startswith("--hier-kv-disk-dir: LOCK belongs to user 0 and user")
     assert said.endswith("give all of the folder to this server's user (chown -R).")
+
+
+@pytest.mark.parametrize("variable", ["HOME", "SGLANG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"])
+def test_a_user_without_a_home_is_told_what_to_set(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+) -> None:  # fmt: skip
+    """SGLang ends at its import there, which is nothing that the model has to do with."""
+    file = tmp_path / "file"
+    file.touch()
+    for name in ("SGLANG_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(file))  # where root may make no folder either
+    model = ["--model-path", str(TINYLM)]
+    status, checks = run(capsys, *SMALL, *model)
+    assert (status, checks["home"]["state"]) == (1, "refused")
+    assert f"in {file}/.cache/sglang/inductor, which this user" in checks["home"]["text"]
+    assert "set HOME, or SGLANG_CACHE_DIR, to a folder" in checks["home"]["text"]
+    assert "model" not in checks
+    monkeypatch.setenv(variable, str(tmp_path / "new"))
+    assert "home" not in run(capsys, *SMALL)[1]
+    assert list(tmp_path.iterdir()) == [file], "it makes nothing"
+
+
+def test_a_key_of_cut_prompts_that_is_none_is_told_of(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "truncation.key").touch(mode=0o600)
+    disk = ["--hier-kv-disk-dir", str(tmp_path), "--hier-kv-disk-size", "0.1"]
+    arguments = [*SMALL, *disk, "--hier-kv-disk-free-floor", "0"]
+    status, checks = run(capsys, *arguments, "--hier-kv-truncation", "overflow")
+    assert (status, checks["disk"]["state"]) == (0, "warning")
+    assert "truncation.key holds no key" in checks["disk"]["text"]
+    assert "truncation.key" not in run(capsys, *arguments)[1]["disk"]["text"], "nothing is cut"
 
 
 @pytest.mark.parametrize("closed", ["dp0-tp0-of-2", "dp0-tp0-of-2/0123456789abcdef"])

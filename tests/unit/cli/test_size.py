@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -359,13 +360,16 @@ def test_long_prompts_are_simulated_in_bounded_time(chats: Chats) -> None:
         _system(traffic, 327_680, size, 3.0)  # which refuses what it cannot be
 
 
-def test_what_simulates_ends_with_who_started_it() -> None:
-    """SIGTERM ends the command at once, as `timeout` and service managers do."""
-    call = "import sys; from sglang_ext.cli import main; sys.exit(main(sys.argv[1:]))"
+def _simulating() -> tuple[subprocess.Popen[str], list[psutil.Process]]:
+    """A command that simulates for long, and the processes that do it for the command."""
+    call = (
+        "import signal, sys; from sglang_ext.cli import main; "
+        "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main(sys.argv[1:]))"
+    )
     many = ["--chats-per-second", "20", "--host-size", "0.5", "1"]
     process = subprocess.Popen(
         [sys.executable, "-c", call, "size", str(TINYLM), *many],
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     workers: list[psutil.Process] = []
     while not workers:
@@ -373,8 +377,28 @@ def test_what_simulates_ends_with_who_started_it() -> None:
         found = psutil.Process(process.pid).children()
         workers = [each for each in found if "spawn_main" in " ".join(each.cmdline())]
         time.sleep(0.05)
+    return process, workers
+
+
+def test_what_simulates_ends_with_who_started_it() -> None:
+    """SIGTERM ends the command at once, as `timeout` and service managers do."""
+    process, workers = _simulating()
     process.terminate()
-    process.wait()
+    process.communicate()
+    assert not psutil.wait_procs(workers, timeout=120)[1]
+
+
+def test_an_interrupt_waits_for_nothing_that_is_simulated() -> None:
+    process, workers = _simulating()
+    for worker in workers:
+        worker.suspend()
+    process.send_signal(signal.SIGINT)
+    try:
+        _, told = process.communicate(timeout=300)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in told
     assert not psutil.wait_procs(workers, timeout=120)[1]
 
 

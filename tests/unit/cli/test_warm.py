@@ -34,6 +34,7 @@ class Peer(ThreadingHTTPServer):
         bodies: that came, by path.
         is_stored: whether the pages of a prompt are said to be stored.
         ends_after: prompts after which it hangs up on everybody; 0: none.
+        drains_after: prompts after which it says that it is about to end; 0: none.
         at_once: requests that it answers only when so many are there.
         num_begun: requests that came until now.
         most: requests that were there at once.
@@ -52,6 +53,7 @@ class Peer(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.bodies: dict[str, list[dict[str, Any]]] = {}
         self.is_stored, self.ends_after, self.admin_key = True, 0, ""
+        self.drains_after = 0
         self.num_begun, self.most, self.now = 0, 0, 0
         self.changed = threading.Condition()
         self.at_once = threading.Barrier(1)
@@ -73,6 +75,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self._hangs_up():
+            return
+        if self.path == "/ready":
+            is_ready = not 0 < self.server.drains_after <= len(self.server.prompts())
+            self.send_response(200 if is_ready else 503)
+            self.end_headers()
             return
         queued, ended = self.server.saves
         if not self.server.stalls:
@@ -403,6 +410,31 @@ def test_a_server_that_goes_away_is_not_asked_again(
     assert len(peer.prompts()) == 3
 
 
+def test_a_server_that_is_about_to_end_is_not_held_up(
+    peer: Peer, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SGLang takes requests then, too, and waits for each."""
+    peer.drains_after = 2
+    path = write(*({"text": f"document {n}"} for n in range(20)))
+    assert main(["warm", peer.url, path, "--concurrency", "1"]) == 1
+    said = capsys.readouterr().out
+    assert f"failed: {path}:3: /ready answers 503: the server is about to end" in said
+    assert "documents behind the last that is counted were not sent" in said
+    assert "2 documents are stored" in said
+    assert len(peer.prompts()) == 2
+
+
+def test_pages_are_not_waited_for_where_the_server_is_about_to_end(
+    peer: Peer, write: Write, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its scheduler may be gone by then, and the question would hold it up."""
+    peer.drains_after, peer.is_stored, peer.stalls = 1, False, True
+    assert main(["warm", peer.url, write({"text": "a"}, {"text": "b"}), "--concurrency", "1"]) == 1
+    said = capsys.readouterr().out
+    assert ":1: /ready answers 503: the server is about to end" in said
+    assert len(peer.prompts()) == 1
+
+
 def test_an_interrupt_waits_for_no_document_and_says_what_was_done(
     peer: Peer, write: Write
 ) -> None:
@@ -486,7 +518,10 @@ def test_the_summary_says_what_is_missing_of_many() -> None:
     assert [*lines[19:21], lines[22], lines[21], *lines[24:]] == [
         "failed: p.jsonl:19: no",
         "... and 2 more (--json has all)",
-        "the server is gone; documents behind the last that is counted were not sent",
+        (
+            "the server is gone or about to end; documents behind the last that is counted were "
+            "not sent: run this again when it is back"
+        ),
         "too short: p.jsonl:99: 63 tokens, and a page has 64; nothing of it is stored",
         "2 documents are stored, 1 of them was there already; 1 is too short; 22 failed",
         "709 tokens: 69 computed, host 576, disk 64; 2.0 s",

@@ -222,6 +222,22 @@ def test_where_profiles_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert remote != path_to_write("other/model")
 
 
+def test_a_user_without_a_home_has_no_cache_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")  # as of a user without a name
+
+    for name in ("SGLANG_HIER_KV_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", home)
+    assert find_profile("some/model") is None
+    (tmp_path / FILE_NAME).touch()
+    assert find_profile(str(tmp_path)) == tmp_path / FILE_NAME
+    with pytest.raises(OSError, match="no home, so no cache folder; set HOME or SGLANG_HIER_KV_CA"):
+        path_to_write("some/model")
+
+
 def test_the_default_text_is_there() -> None:
     assert sum(map(len, default_texts())) > 400_000
 

@@ -19,6 +19,7 @@ import http
 import importlib
 import inspect
 import logging
+import multiprocessing
 import os
 import pathlib
 import pkgutil
@@ -48,8 +49,8 @@ SEAM = ROOT / "sglang_ext" / "seam"
 OURS = ("sglang_ext", "tiers", "kernels")
 OTHERS = (
     asyncio, concurrent.futures, contextlib, functools, hashlib, hmac, http.HTTPStatus, inspect,
-    inspect.Parameter, logging, logging.Logger, np, np.ndarray, np.ufunc, npt, os, pathlib.Path,
-    pkgutil,
+    inspect.Parameter, logging, logging.Logger, multiprocessing, multiprocessing.Process, np,
+    np.ndarray, np.ufunc, npt, os, pathlib.Path, pkgutil,
     pydantic.BaseModel, starlette.applications.Starlette, starlette.requests.Request, threading,
     time, torch, torch.Tensor, torch.cuda, torch.nn, torch.nn.Module, traceback, OrderedDict,
     asyncio.AbstractEventLoop, str, bytes, dict, Exception,

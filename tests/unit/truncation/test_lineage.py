@@ -24,7 +24,8 @@ from sglang_ext.truncation.lineage import (
 )
 from sglang_ext.truncation.modes import STATED, mode_of, why_not_cut
 from sglang_ext.truncation.quotes import StoredRun, StoredText
-from sglang_ext.truncation.secret import lineage_secret
+from sglang_ext.truncation.secret import lineage_secret, secret_problem
+from tests.other_user import ANOTHER_USER, as_another_user
 
 TOKENS = array("q", range(100))
 CUT = Cut(100, 4, (30, 60))
@@ -277,3 +278,47 @@ def test_conversations_under_one_long_system_prompt_keep_its_pages_once() -> Non
 def test_a_pipe_in_the_place_of_the_secret_holds_no_start_up(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "truncation.key")
     assert lineage_secret(str(tmp_path)) != lineage_secret(str(tmp_path))
+    assert "truncation.key holds no key: what was" in secret_problem(str(tmp_path))
+
+
+def test_a_secret_that_is_of_no_use_is_told_of_and_stays(tmp_path: Path) -> None:
+    path = tmp_path / "truncation.key"
+    assert secret_problem(str(tmp_path)) == "", "a start makes it"
+    kept = lineage_secret(str(tmp_path))
+    assert secret_problem(str(tmp_path)) == ""
+    path.chmod(0o640)
+    assert "may be read or written by others (mode 0640)" in secret_problem(str(tmp_path))
+    assert lineage_secret(str(tmp_path)) == kept
+    for content in ("", kept[:-2], "no key"):
+        path.write_text(content)
+        assert lineage_secret(str(tmp_path)) not in (kept, lineage_secret(str(tmp_path)))
+        assert "holds no key" in secret_problem(str(tmp_path))
+        assert "remove it and a start makes a new one" in secret_problem(str(tmp_path))
+        assert path.read_text() == content
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+@pytest.mark.parametrize(("owner", "mode"), [(0, 0o600), (1, 0o600), (1, 0o644)])
+def test_the_secret_of_another_user_is_told_of_and_stays(
+    tmp_path: Path, owner: int, mode: int
+) -> None:
+    """Closed, or known to somebody who may not name lineages; not root's, who may do all."""
+    path = tmp_path / "truncation.key"
+    kept = lineage_secret(str(tmp_path))
+    os.chown(path, owner, owner)
+    path.chmod(mode)
+    assert lineage_secret(str(tmp_path)) == kept, "root may use everybody's"
+    taken = as_another_user(tmp_path, lambda: lineage_secret("."))
+    assert len(bytes.fromhex(taken)) == 32
+    assert taken != kept
+    said = as_another_user(tmp_path, lambda: secret_problem("."))
+    assert f"is user {owner}'s (mode {mode:04o}) and no key for user {ANOTHER_USER}" in said
+    status = path.stat()
+    assert (status.st_uid, stat.S_IMODE(status.st_mode), path.read_text()) == (owner, mode, kept)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_the_secret_that_root_made_for_all_to_read_is_used(tmp_path: Path) -> None:
+    kept = lineage_secret(str(tmp_path))
+    (tmp_path / "truncation.key").chmod(0o644)
+    assert as_another_user(tmp_path, lambda: lineage_secret(".")) == kept

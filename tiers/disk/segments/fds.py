@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import resource
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,7 @@ from pathlib import Path
 from sglang_ext.tiers.disk.segments.fileio import FileIO
 
 MAX_OPEN_FDS = 128
+_SHARE = 4  # one in so many of a process's descriptors at most: SGLang needs the others
 
 
 @dataclass(slots=True)
@@ -32,6 +34,7 @@ class FdCache:
     def __init__(self, io: FileIO, flags: int) -> None:
         self._io = io
         self._flags = flags
+        self._most_open = _most_open()
         self._lock = threading.Lock()
         self._files: OrderedDict[int, _OpenFile] = OrderedDict()  # guarded by _lock
         self._num_forgotten = 0  # calls of `forget` and `close`; guarded by _lock
@@ -85,7 +88,7 @@ class FdCache:
             else:  # or the segment may be gone, and its file with the read that opened it
                 opened.forgotten = True
             surplus = []
-            while len(self._files) > MAX_OPEN_FDS:
+            while len(self._files) > self._most_open:
                 surplus.append(self._files.popitem(last=False)[1])
             idle = _retire(surplus)
         self._close(idle)
@@ -112,6 +115,14 @@ class FdCache:
     def _close(self, files: Sequence[_OpenFile]) -> None:
         for file in files:
             self._io.close(file.fd)
+
+
+def _most_open() -> int:
+    """How many files a cache may have open, by this process's limit."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_OPEN_FDS
+    return min(MAX_OPEN_FDS, soft // _SHARE)
 
 
 def _retire(files: Sequence[_OpenFile]) -> list[_OpenFile]:
