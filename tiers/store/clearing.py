@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,22 @@ from sglang_ext.tiers.store.types import FILLING, QUEUED, READY, SPILLING, Rows
 AT_ONCE = 2048
 _BETWEEN_S = 0.0005  # who waits for a lock that is taken again at once does not get it
 _IN_FLIGHT = FILLING | QUEUED | SPILLING
+
+
+class Cleared(NamedTuple):
+    """What a clear forgets.
+
+    Attributes:
+        numbers: of the key spaces.
+        fresh: as many numbers that no key space has or will have.
+        digests: of the namespaces of which the disk is to lose everything that it has now; nothing
+            is given to it to write before that. Without any `finish` will not come, and all pages
+            are taken out at once.
+    """
+
+    numbers: Sequence[int]
+    fresh: Sequence[int]
+    digests: Collection[bytes]
 
 
 class Clearing:
@@ -37,31 +54,21 @@ class Clearing:
         self._table, self._index, self._spills = table, table.index, spills
         self._left: deque[Rows] = deque()  # guarded by the lock
 
-    def begin(
-        self, numbers: Sequence[int], fresh: Sequence[int], digests: Collection[bytes] = ()
-    ) -> int:
+    def begin(self, asked_for: Callable[[], Cleared]) -> int:
         """Forgets all pages of some key spaces; returns how many.
 
         Args:
-            numbers: of the key spaces.
-            fresh: as many numbers that no key space has or will have.
-            digests: of the namespaces of which the disk is to lose everything that it has now;
-                nothing is given to it to write before that. Without any `finish` will not come,
-                and all pages are taken out here.
+            asked_for: which; asked with the lock held, under which pages are entered: a namespace
+                that is being opened gets other key spaces meanwhile.
         """
         with self._table.lock:
-            self._spills.clear(digests)
+            numbers, fresh, digests = asked_for()
             rows = self._index.rows_of_namespaces(numbers)
             if not digests or len(rows) <= AT_ONCE:
                 self._forget(rows)
-                return len(rows)
-            flags = self._index.flags[rows]
-            in_flight = (flags & _IN_FLIGHT) != 0
-            self._forget(rows[in_flight])
-            self._index.disown(numbers, fresh)
-            not_ready = (flags[~in_flight] & READY) == 0
-            self._left.append(rows[~in_flight][np.argsort(not_ready, kind="stable")])  # DRAM first
-            self._spills.num_clearings += 1
+            else:
+                self._forget_later(rows, numbers, fresh)
+            self._spills.clear(digests)
             return len(rows)
 
     def finish(self) -> None:
@@ -81,6 +88,15 @@ class Clearing:
             finally:
                 with self._table.lock:
                     self._spills.num_clearings -= 1
+
+    def _forget_later(self, rows: Rows, numbers: Sequence[int], fresh: Sequence[int]) -> None:
+        flags = self._index.flags[rows]
+        in_flight = (flags & _IN_FLIGHT) != 0
+        self._forget(rows[in_flight])
+        self._index.disown(numbers, fresh)
+        not_ready = (flags[~in_flight] & READY) == 0
+        self._left.append(rows[~in_flight][np.argsort(not_ready, kind="stable")])  # DRAM first
+        self._spills.num_clearings += 1
 
     def _forget(self, rows: Rows) -> None:
         slots = self._index.host_slot[rows]

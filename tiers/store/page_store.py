@@ -23,6 +23,7 @@ from sglang_ext.tiers.remote.remote_store import RemoteStore
 from sglang_ext.tiers.store.books.books import Books
 from sglang_ext.tiers.store.books.lost_pages import Absence
 from sglang_ext.tiers.store.books.write_policy import DEFAULT_POLICY
+from sglang_ext.tiers.store.clearing import Cleared
 from sglang_ext.tiers.store.decoded_pages import DecodedPages
 from sglang_ext.tiers.store.disk_coding import KeepRaw
 from sglang_ext.tiers.store.ending import Ending
@@ -560,14 +561,17 @@ class PageStore:
         that is killed before that finds them again. Where they are many, that thread takes them out
         of the books, too, and DRAM holds them until then.
         """
+        forgotten = self._books.clearing.begin(self._asked_for)
+        self.events.note("cleared")
+        return forgotten
+
+    def _asked_for(self) -> Cleared:
         spaces, digests = self._spaces.all_and_asked_for()
-        forgotten = self._books.clearing.begin(
+        return Cleared(
             [space.number for space in spaces],
             self._spaces.new_numbers(len(spaces)),
             digests if self._disk is not None else (),
         )
-        self.events.note("cleared")
-        return forgotten
 
     def flush(self, timeout_s: float) -> int:
         """Writes what is only in DRAM to disk, as far as the time allows; returns pages left."""

@@ -169,8 +169,9 @@ class DramRoom:
         return rows
 
     def _unwritten(self, rows: Rows) -> npt.NDArray[np.bool_]:
-        """Which pages of DRAM the disk neither has nor refused."""
+        """Which pages of DRAM the disk neither has nor refused, without those that were cleared."""
         unwritten: npt.NDArray[np.bool_] = (
             self._index.flags[rows] & (ON_DISK | WRITE_DROPPED)
         ) == 0
+        unwritten &= ~self._index.are_disowned(rows)
         return unwritten

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from itertools import islice
 
 import numpy as np
@@ -279,6 +279,7 @@ class SpillQueue:
         """Queues those of some pages that are whole in DRAM, neither on disk nor on their way.
 
         What is being fetched, or saved, is passed over: a record of half a page would be intact.
+        So is what was cleared.
 
         Args:
             space: where they belong.
@@ -286,6 +287,7 @@ class SpillQueue:
             from_end: see `SpillEntry`; counts as False once the server ends.
         """
         rows = rows[QUEUE.fits(self._index.flags[rows])]
+        rows = rows[~self._index.are_disowned(rows)]
         if len(rows):
             self._table.take(QUEUE, rows)
             slots = self._index.host_slot[rows].copy()
@@ -360,14 +362,21 @@ class SpillQueue:
             self._spared[slots] = self._table.arena.generation[slots]
 
     def clear(self, digests: Iterable[bytes]) -> None:
-        """Forgets what is queued; the disk is to lose namespaces before it gets more."""
+        """Forgets what is queued; the disk is to lose namespaces before it gets more.
+
+        What is still there of it, of key spaces that were retired, may leave DRAM as it is.
+        """
+        if self.entries:
+            self._table.take(REFUSE, self._still_valid(_joined(self.entries)).rows)
         self.entries.clear()
         self._num_in_entries = 0
         self._to_clear.update(digests)
         self.ready.notify_all()
 
     def _coldest(self, skip_flags: int) -> Rows:
-        return self._index.lru_tail(self._table.arena.num_slots, skip_flags)
+        rows = self._index.lru_tail(self._table.arena.num_slots, skip_flags)
+        coldest: Rows = rows[~self._index.are_disowned(rows)]
+        return coldest
 
     def _next(self, max_pages: int) -> SpillEntry | None:
         """Takes pages of one key space out of the queue, those that are still to be written."""
@@ -392,12 +401,7 @@ class SpillQueue:
                 num += len(entry.rows)
         if not num:
             return None
-        return SpillEntry(
-            taken[0].space,
-            np.concatenate([entry.rows for entry in taken]),
-            np.concatenate([entry.slots for entry in taken]),
-            np.concatenate([entry.generations for entry in taken]),
-        )
+        return _joined(taken)
 
     def _admitted(self, entry: SpillEntry) -> SpillEntry:
         """Those of some pages that the disk is to take; the others may leave DRAM all the same."""
@@ -422,4 +426,14 @@ class SpillQueue:
 def _part(entry: SpillEntry, which: slice | npt.NDArray[np.bool_]) -> SpillEntry:
     return entry._replace(
         rows=entry.rows[which], slots=entry.slots[which], generations=entry.generations[which]
+    )
+
+
+def _joined(entries: Collection[SpillEntry]) -> SpillEntry:
+    """The pages of some entries, with the key space of the first."""
+    return SpillEntry(
+        next(iter(entries)).space,
+        np.concatenate([entry.rows for entry in entries]),
+        np.concatenate([entry.slots for entry in entries]),
+        np.concatenate([entry.generations for entry in entries]),
     )

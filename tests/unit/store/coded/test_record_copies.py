@@ -14,6 +14,7 @@ from sglang_ext.tiers.base import Location, ReadRequest, RecordCopy
 from sglang_ext.tiers.coded_host import CachedDiskTier
 from sglang_ext.tiers.disk.segments.fileio import aligned_array
 from sglang_ext.tiers.records.record import HEADER_BYTES, ByteArray, VerifyResult
+from sglang_ext.tiers.store.clearing import Cleared
 from tests.unit.store.coded.coded_world import DIGEST, PAYLOAD, SLOT, Rig, Zstd, content, pages
 
 RECORD = 33 << 10  # a coded page is a little shorter
@@ -171,7 +172,7 @@ def test_a_write_that_ends_in_nothing_leaves_no_record(make: Make) -> None:
 
     def cleared(digest: bytes, slots: list[ByteArray]) -> list[Location | None]:
         written.append(write(digest, slots))
-        rig.store._books.clearing.begin([rig.space.number], [])
+        rig.store._books.clearing.begin(lambda: Cleared([rig.space.number], [], ()))
         return written[-1]
 
     rig.disk._disk.write = cleared

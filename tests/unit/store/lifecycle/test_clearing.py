@@ -111,6 +111,69 @@ def test_pages_that_were_cleared_before_they_were_written_never_are(make: Make) 
 
 
 @pytest.mark.usefixtures("few_at_once")
+def test_pages_that_were_cleared_leave_dram_while_the_disk_hangs(make: Make) -> None:
+    """With write-back they would have to be written before."""
+    rig = make(slots=16, policy="write_back")
+    rig.save(pages("a", 8))
+    with writing(rig):
+        rig.store.clear()
+        assert rig.books.spills.num_unwritten() == 0
+        assert rig.save(pages("b", 14)) == 14
+        check_content(rig, pages("b", 14))
+    cleared(rig)
+    rig.settle()
+    check_content(rig, pages("b", 14))
+
+
+@pytest.mark.usefixtures("few_at_once")
+def test_a_load_that_began_before_a_clear_has_nothing_written(make: Make) -> None:
+    """Its pages are used, and this policy writes those."""
+    rig = make(slots=16, policy="selective")
+    mine = pages("a", 8)
+    rig.save(mine)
+    ticket = rig.store.pin_leading(rig.space, mine)
+    with writing(rig):
+        rig.store.clear()
+        rig.store.begin_load(rig.space, ticket, mine)
+        rig.store.end_load(ticket)
+        assert rig.store.stats()["spill_queue_pages"] == 0
+        assert rig.save(pages("b", 14)) == 14
+    cleared(rig)
+    rig.settle()
+    assert found_again(make, rig, slots=16) == 14
+
+
+def test_key_spaces_that_come_while_a_clear_begins_are_cleared_or_void(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of adapters whose pages a namespace that is being opened has."""
+    rig = make(slots=16)
+    lora = bytes([7]) * 32
+    found = RecoveredPages(
+        pages("former", 3),
+        np.full((3, 32), 7, np.uint8),
+        np.full(3, 7, np.uint32),
+        np.arange(1, 4, dtype=np.uint32),
+        np.ones(3, np.uint16),
+        np.zeros(3, np.uint8),
+    )
+    assert rig.store.locate_prefix(rig.space, found.hashes).total == 0
+    spaces, lock = rig.store._spaces, rig.books.table.lock
+    all_and_asked_for = spaces.all_and_asked_for
+
+    def and_others_come() -> Any:
+        result = all_and_asked_for()
+        if not lock.locked():  # so it may be entered now
+            rig.books.disk.add_recovered(spaces.known(DIGEST, lora), found)
+        return result
+
+    monkeypatch.setattr(spaces, "all_and_asked_for", and_others_come)
+    with writing(rig):
+        rig.store.clear()
+        assert rig.store.locate_prefix(rig.store.space(DIGEST, lora), found.hashes).total == 0
+
+
+@pytest.mark.usefixtures("few_at_once")
 def test_a_load_and_a_write_under_way_outlast_a_clear(make: Make) -> None:
     rig = make(slots=64)
     mine = pages("a", 12)

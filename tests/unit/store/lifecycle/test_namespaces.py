@@ -519,3 +519,29 @@ def test_pages_that_are_fetched_for_weights_long_gone_hold_nothing_up(
     rig.settle()
     assert rig.on_disk(mine) == 7
     assert rig.count("worker_failures") == 0
+
+
+def test_pages_of_weights_long_gone_that_were_queued_outlast_no_clear(make: Make) -> None:
+    """A clear empties the queue, and names only key spaces that there are."""
+    rig = make(slots=16)
+    update(rig, 0)
+    of_before = rig.space
+    for number in range(1, 2 * KEPT_NAMESPACES):
+        update(rig, number)
+    opened(rig)
+    assert rig.store._spaces.find(of_before.number) is None
+    saves = rig.books.saves
+    assert rig.store._spiller is not None
+    with rig.store._spiller.alone():
+        saves.finish(saves.begin(of_before, pages("late", 4), NONE), ok=True)
+        assert rig.store.stats()["spill_queue_pages"] == 4
+        rig.store.clear()
+    mine = pages("a", 15)
+
+    def all_came() -> bool:
+        rig.save(mine)
+        rig.settle()
+        return rig.ready(mine) == 15
+
+    rig.until(all_came)
+    check_content(rig, mine)
