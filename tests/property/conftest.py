@@ -1,4 +1,8 @@
-"""What the worlds share: nobody waits for the device on the scheduler's thread."""
+"""What the worlds share.
+
+Nobody waits for the device on the scheduler's thread, and what a server takes out of the books by
+the thousand is taken out in small pieces here, as a world has few pages.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,8 @@ import pytest
 import torch
 
 import sglang_ext
+from sglang_ext.tiers.store import clearing
+from sglang_ext.tiers.store.books import disk_pages
 
 _PLUGIN = Path(sglang_ext.__file__).parent
 # Of torch: of a tensor on a device these wait until its stream got there ...
@@ -97,3 +103,12 @@ def scheduler_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[SchedulerWaits]
     waits = SchedulerWaits(monkeypatch)
     yield waits
     assert not waits.seen
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_at_once() -> Iterator[None]:
+    """Clears, segments that go, and pages that the disk gives up come in pieces."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(clearing, "AT_ONCE", 2)
+        patch.setattr(disk_pages, "_LOST_AT_ONCE", 2)
+        yield
