@@ -9,6 +9,7 @@ from __future__ import annotations
 import grp
 import os
 import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -132,20 +133,20 @@ def tighten(folder: Path) -> bool:
 
 def is_trusted_folder(path: Path) -> bool:
     """Whether this is a folder, no symbolic link, and of a user who is trusted; changes nothing."""
-    try:
-        status = os.lstat(path)
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and _is_trusted(status, os.geteuid())
+    return _is_there_and_trusted(path, stat.S_ISDIR)
 
 
 def is_trusted_file(path: Path) -> bool:
     """Whether this is a file, no symbolic link, and of a user who is trusted; changes nothing."""
+    return _is_there_and_trusted(path, stat.S_ISREG)
+
+
+def _is_there_and_trusted(path: Path, is_kind: Callable[[int], bool]) -> bool:
     try:
         status = os.lstat(path)
     except OSError:
         return False
-    return stat.S_ISREG(status.st_mode) and _is_trusted(status, os.geteuid())
+    return is_kind(status.st_mode) and _is_trusted(status, os.geteuid())
 
 
 def problem_of(status: os.stat_result, uid: int) -> str:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -17,6 +16,7 @@ import pytest
 from sglang_ext import compiling
 from sglang_ext.cli import main
 from testkit.server import ROOT
+from tests.command_workers import start_with_workers
 
 # In a process of its own, where nothing is compiled or loaded yet. What is found in the cache
 # counts as well: it may be there because of another test.
@@ -147,26 +147,10 @@ def test_where_nothing_can_be_kept_it_says_so(tmp_path: Path) -> None:
 
 def test_ctrl_c_ends_it_with_the_processes_that_compile(tmp_path: Path) -> None:
     """They are stopped here, as whoever waited for them would wait for minutes."""
-    call = (
-        "import signal, sys; from sglang_ext.cli import main; "
-        "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main(sys.argv[1:]))"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", call, "prebuild", "--jobs", "2"],
-        cwd=ROOT,
-        env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},  # where nothing is kept yet
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as process:
+    nothing_kept = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)}
+    process, workers = start_with_workers(["prebuild", "--jobs", "2"], nothing_kept)
+    with process:
         try:
-            workers: list[psutil.Process] = []
-            while not workers:
-                assert process.poll() is None, "it compiled nothing in another process"
-                found = psutil.Process(process.pid).children()
-                workers = [each for each in found if "spawn_main" in " ".join(each.cmdline())]
-                time.sleep(0.01)
             for worker in workers:
                 worker.suspend()
             os.killpg(process.pid, signal.SIGINT)  # all that a terminal has in the foreground

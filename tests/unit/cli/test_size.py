@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,7 @@ from sglang_ext.simulator.sizing import (
 )
 from sglang_ext.simulator.traffic import Chats, of_chats
 from testkit.server import ROOT, TINYLM
+from tests.command_workers import start_with_workers
 
 SMALL = ["--chats-per-hour", "60", "--turns", "3", "--first-tokens", "200", "--turn-tokens", "100",
          "--answer-tokens", "50", "--think-s", "10"]  # fmt: skip
@@ -362,22 +362,8 @@ def test_long_prompts_are_simulated_in_bounded_time(chats: Chats) -> None:
 
 def _simulating() -> tuple[subprocess.Popen[str], list[psutil.Process]]:
     """A command that simulates for long, and the processes that do it for the command."""
-    call = (
-        "import signal, sys; from sglang_ext.cli import main; "
-        "signal.signal(signal.SIGINT, signal.default_int_handler); sys.exit(main(sys.argv[1:]))"
-    )
     many = ["--chats-per-second", "20", "--host-size", "0.5", "1"]
-    process = subprocess.Popen(
-        [sys.executable, "-c", call, "size", str(TINYLM), *many],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    workers: list[psutil.Process] = []
-    while not workers:
-        assert process.poll() is None, "it simulated nothing in another process"
-        found = psutil.Process(process.pid).children()
-        workers = [each for each in found if "spawn_main" in " ".join(each.cmdline())]
-        time.sleep(0.05)
-    return process, workers
+    return start_with_workers(["size", str(TINYLM), *many])
 
 
 def test_what_simulates_ends_with_who_started_it() -> None:

@@ -19,7 +19,7 @@ from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.key_spaces import KEPT_NAMESPACES
 from sglang_ext.tiers.store.openings import Opening, Openings
-from sglang_ext.tiers.store.types import Epoch
+from sglang_ext.tiers.store.types import Epoch, KeySpace
 from tests.unit.store.store_rig import (
     DIGEST,
     NONE,
@@ -494,18 +494,24 @@ def test_a_namespace_that_is_being_opened_keeps_the_adapters_that_it_finds(
     assert rig.store.locate_prefix(rig.store.space(digest_of(1), digest_of(7)), mine).disk == 3
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
-def test_pages_that_are_fetched_for_weights_long_gone_hold_nothing_up(
-    make: Make, policy: str
-) -> None:
-    """A fetch passes no gate; what it brings is found by nobody, and must not stay for ever."""
-    rig = make(policy=policy)
+def long_gone(rig: Rig) -> KeySpace:
+    """A key space of weights that were replaced so often that it was retired."""
     update(rig, 0)
     of_before = rig.space
     for number in range(1, 2 * KEPT_NAMESPACES):
         update(rig, number)
     opened(rig)
     assert rig.store._spaces.find(of_before.number) is None
+    return of_before
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+def test_pages_that_are_fetched_for_weights_long_gone_hold_nothing_up(
+    make: Make, policy: str
+) -> None:
+    """A fetch passes no gate; what it brings is found by nobody, and must not stay for ever."""
+    rig = make(policy=policy)
+    of_before = long_gone(rig)
     saves = rig.books.saves
     saves.finish(saves.begin(of_before, pages("late", 4), NONE), ok=True)
     mine = pages("a", 7)
@@ -524,12 +530,7 @@ def test_pages_that_are_fetched_for_weights_long_gone_hold_nothing_up(
 def test_pages_of_weights_long_gone_that_were_queued_outlast_no_clear(make: Make) -> None:
     """A clear empties the queue, and names only key spaces that there are."""
     rig = make(slots=16)
-    update(rig, 0)
-    of_before = rig.space
-    for number in range(1, 2 * KEPT_NAMESPACES):
-        update(rig, number)
-    opened(rig)
-    assert rig.store._spaces.find(of_before.number) is None
+    of_before = long_gone(rig)
     saves = rig.books.saves
     assert rig.store._spiller is not None
     with rig.store._spiller.alone():
