@@ -42,7 +42,7 @@ _PATH = "PYTHONPATH"
 _IMPORTED_AT_START = ("sitecustomize", "usercustomize")
 _NODE_OPTIONS = ("--nnodes",)
 _RANK_OPTIONS = ("--tp-size", "--tensor-parallel-size", "--tp")
-_DATA_OPTIONS = ("--dp-size", "--data-parallel-size", "--dp")
+DATA_OPTIONS = ("--dp-size", "--data-parallel-size", "--dp")
 _ATTENTION_DATA_OPTIONS = ("--attn-dp-size", "--attention-data-parallel-size")
 _ATTENTION_DATA_SWITCH = "--enable-dp-attention"
 _STAGE_OPTIONS = ("--pp-size", "--pipeline-parallel-size")
@@ -217,7 +217,7 @@ def children(args: Sequence[str], env: Mapping[str, str]) -> Children:
     num_ranks = _value(args, _RANK_OPTIONS) * _value(args, _STAGE_OPTIONS)
     num_ranks //= _value(args, _NODE_OPTIONS)
     num_data, num_attention_data = (
-        _value(args, options) for options in (_DATA_OPTIONS, _ATTENTION_DATA_OPTIONS)
+        _value(args, options) for options in (DATA_OPTIONS, _ATTENTION_DATA_OPTIONS)
     )
     senders: Children = [[]] if _TRACES in args and env.get(_TRACED_BY_OTHERS) == "1" else []
     scheduler, detokenizer = senders, list[Any]()

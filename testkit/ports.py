@@ -10,8 +10,11 @@ import fcntl
 import os
 import socket
 import tempfile
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+
+from runtime_cpu.forked import DATA_OPTIONS
 
 # Below the range that the kernel gives to clients, below those that SGLang takes by chance for its
 # ranks (from 22,000 on), and above those that Mooncake does (up to 17,000).
@@ -36,6 +39,19 @@ def free_port() -> int:
         f"expected a free TCP port of {FIRST_PORT} to {FIRST_PORT + NUM_PORTS - 1}: end the "
         "processes that listen on them"
     )
+
+
+def port_of_ranks(args: Sequence[str]) -> list[str]:
+    """The option for the port at which a server's ranks find each other.
+
+    SGLang draws one by chance and listens seconds later. Two servers that drew the same one: ranks
+    of the second join those of the first, which then wait for ever for their own. With data
+    parallelism each group of ranks needs a port of its own, which no option gives.
+    """
+    given = {arg.partition("=")[0] for arg in args}
+    if given.intersection(("--nccl-port", "--dist-init-addr", *DATA_OPTIONS)):
+        return []
+    return ["--nccl-port", str(free_port())]
 
 
 def _next_turn() -> int:

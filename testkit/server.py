@@ -36,7 +36,7 @@ import psutil
 
 from runtime_cpu import launch
 from runtime_cpu.forked import ForkedServer, Nursery
-from testkit.ports import free_port
+from testkit.ports import free_port, port_of_ranks
 from testkit.slow import on_path
 from testkit.watchdog import Watchdog
 
@@ -56,7 +56,7 @@ _QUIET_ENVIRONMENT = {"SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0"}
 # processes with the same one share that process.
 FORK_SERVERS = "HIER_KV_FORK_SERVERS"
 
-_LOG_TAIL_CHARS = 4_000
+_LOG_TAIL_CHARS, _STACKS_CHARS = 4_000, 30_000
 _POLL_S = 0.05
 # Longest time in which processes end that were killed, and in which somebody reaps those that did.
 _ENDS_S, _REAPED_S = 60.0, 2.0
@@ -185,13 +185,14 @@ class Server:
         return self
 
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes] | ForkedServer:
+        args = [*self._args, *port_of_ranks(self._args)]
         if os.environ.get(FORK_SERVERS) and self._device == "cpu":
             nursery = _nursery(self._release)
-            if nursery.can_start(self._args, self._env):
-                return nursery.start(launch.arguments(self._args), self._env, log)
-        plain = [sys.executable, "-m", "sglang.launch_server", *self._args]
+            if nursery.can_start(args, self._env):
+                return nursery.start(launch.arguments(args), self._env, log)
+        plain = [sys.executable, "-m", "sglang.launch_server", *args]
         return subprocess.Popen(
-            launch.command(self._args) if self._device == "cpu" else plain,
+            launch.command(args) if self._device == "cpu" else plain,
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -217,7 +218,8 @@ class Server:
                     continue
                 raise ServerError(f"the server ended with {code} at start:\n{self._tail()}")
             if time.monotonic() > deadline:
-                raise ServerError(f"no answer after {elapsed_s:.0f} s:\n{self._tail()}")
+                tail = self._tail()
+                raise ServerError(f"no answer after {elapsed_s:.0f} s:\n{tail}\n{self._stacks()}")
             if self._progress is not None and elapsed_s >= next_report_s:
                 self._progress(f"starting the server: {elapsed_s:.0f} s")
                 next_report_s = elapsed_s + 1.0
@@ -416,6 +418,15 @@ class Server:
         _kill([process for process in tree if process.pid != self.pid])
         _remove_sglang_own(mapped)
         self._forget()
+
+    def _stacks(self) -> str:
+        """Ends the server and returns where the threads of its processes stood."""
+        stuck, before = self.tree(), len(self.log())
+        for process in reversed(stuck):  # SGLang's enable `faulthandler`: it prints at SIGABRT
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGABRT)
+        _await_ends(stuck, _ENDS_S)
+        return self.log()[before:][:_STACKS_CHARS]
 
     def _forget(self) -> None:
         if self._watchdog is not None:
