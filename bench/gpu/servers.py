@@ -330,20 +330,24 @@ class _Streams:
 
     def wait_all_run(self) -> None:
         """Until each has some tokens."""
-        while not all(len(times) > 4 for times in self._times):
+        self._wait(lambda times: len(times) > 4)
+
+    def gaps_ms(self, begin: float, end: float) -> list[float]:
+        """Between tokens of a stream, of which the time between the two is a part."""
+        self._wait(lambda times: times[-1] > end)  # a gap that is long because of it ends behind it
+        gaps: list[float] = []
+        for times in self._times:
+            at = np.array(times[:])
+            both = (at[1:] >= begin) & (at[:-1] <= end)  # false beside a nan
+            gaps += (1e3 * (at[1:] - at[:-1])[both]).tolist()
+        return gaps or self.gaps_ms(begin, time.perf_counter())  # where all streams began anew
+
+    def _wait(self, has_come: Callable[[list[float]], bool]) -> None:
+        while not all(map(has_come, self._times)):
             for run in self._runs:
                 if run.done():
                     run.result()
             time.sleep(0.01)
-
-    def gaps_ms(self, begin: float, end: float) -> list[float]:
-        """Between tokens of a stream, of those that came in that time."""
-        gaps: list[float] = []
-        for times in self._times:
-            at = np.array(times[:])
-            both = (at[:-1] >= begin) & (at[1:] <= end)  # false beside a nan
-            gaps += (1e3 * (at[1:] - at[:-1])[both]).tolist()
-        return gaps
 
 
 def _by_tier(meta: dict[str, Any]) -> dict[str, int]:
