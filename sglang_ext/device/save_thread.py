@@ -1,7 +1,9 @@
 """The thread that copies nodes from the device pool to DRAM, in the order they were offered.
 
-`PageStore.finish_save` then queues the pages for the disk, where `tiers/store/movers/spiller.py`
-writes them.
+A request's insert into SGLang's tree offers them: `seam/cache.py` (`checkpoint`), then
+`seam/wrapper.py` (`_offload_node`), then `seam/linker.py` (`offload`). What leaves the device later
+was saved before; its eviction saves nothing. `PageStore.finish_save` then queues the pages for the
+disk, where `tiers/store/movers/spiller.py` writes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""SGLang's linker wrapper: matches go on with stored pages, loads are queued, nodes are saved."""
+"""SGLang's linker wrapper: matches go on with stored pages, loads are queued, nodes are saved.
+
+It lies between the tree (`cache.py`, whose methods call it) and the transport (`linker.py`).
+"""
 
 from __future__ import annotations
 

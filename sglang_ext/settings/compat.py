@@ -5,7 +5,8 @@ with more known: ``check_arguments`` as they were given, ``check_resolved`` when
 all of them and read the model's configuration (both in the main process, before weights load), and
 ``check_ranks``, ``check_model``, ``check_tree`` and
 ``check_attention`` of what was then built. Which values an argument of SGLang's may have is in
-`arguments.py`; a refusal of one is an entry of its ``LIMITED``.
+`arguments.py`; a refusal of one is an entry of its ``LIMITED``. What the machine lacks is refused
+by ``assembly/preflight.py``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""What lies on disk, what the disk gives up, and what it takes instead."""
+"""What lies on disk, what the disk gives up, and what it takes instead.
+
+Given up are first disk copies of pages that DRAM has, where they can be written again
+(`orders/duplicate_copies.py`), then pages in the order of `orders/disk_order.py`. Where that makes
+no room, `tiers/disk/reclaim.py` drops whole segments.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Which page leaves the disk next; if DRAM does not have it either, it is then lost.
+"""Which page leaves the disk next, once `disk_pages.py` has no copy to spare.
+
+If DRAM does not have it either, it is then lost. The order is kept by `policy/tier_lists.py`.
 
 Not locked: the owner's lock is held around every call.
 """
