@@ -5,8 +5,9 @@ Only with `--hier-kv-prefetch-policy cost`; `waiting.py` has the other policies.
 to `--hier-kv-prefetch-timeout-ms`, as under `timeout`. `streaming/planner.py` decides how coded
 pages come from a remote store.
 
-Each of several ranks decides by the speeds of its own. What all of them would use at most is agreed
-on in the scheduler's steps (`WaitingRoom.limit`), and a rank that hears of it judges that anew.
+Each of several ranks judges by speeds that it measured itself. In each of the scheduler's steps
+they agree on the least number of pages that any of them would use (`WaitingRoom.limit`). A rank
+whose limit changed judges the request again within it.
 
 `enter` decides, when a request enters the queue, how many of its pages are worth having; `learn`
 decides again when the remote store has answered;

@@ -334,8 +334,8 @@ class WaitingRoom:
     def most_pages(self, handle: Hashable, end_page: int) -> int:
         """Leading pages of a request that this rank would use at most; under `cost`. O(1).
 
-        What is stored may become more; what is worth its time does not, so that ranks that look at
-        each other's come to an end.
+        The number of stored pages may grow from step to step. This number never does, so ranks
+        that follow each other's stop changing it after finitely many steps.
 
         Args:
             handle: of the request.

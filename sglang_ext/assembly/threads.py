@@ -30,9 +30,11 @@ class PluginThread(NamedTuple):
 
 SCHEDULER: Final = (
     "each layer of a load: on a CPU until it is copied, with CUDA until `hier-kv-load` has queued "
-    "its copy; with several ranks, the collective of a step. Between requests: saves under way "
-    "before weights change, or where rows or states that wait to be saved leave no room for "
-    "others; the folder's list at start; until a deadline, a flush at shutdown"
+    "its copy; with several ranks, the collective of a step, and the exchanges outside of it "
+    "(parallel.md). Between requests: saves under way before weights change, then the digest of "
+    "the new ones; saves, too, where rows or states that wait for them leave no room for others; "
+    "on a CPU, the copy of a restored last page; the folder's list at start; until a deadline, a "
+    "flush at shutdown"
 )
 """What SGLang's own scheduler thread may wait for in `seam/`."""
 

@@ -7,8 +7,9 @@ weights opens. A flush that SGLang refuses, or that the caller did not ask for, 
 off until the next flush: KV computed on an old prefix must never be kept as new.
 
 The digest may fail, here or on another rank, for want of memory, say. It is tried again, less and
-less often, in a scheduler step that the ranks agree on. What the device computes meanwhile is of
-weights without a name, and takes their name when they have one: any change of weights ends that.
+less often, in a scheduler step that the ranks agree on. KV that the device computes until then is
+of weights that have no name yet. It is theirs as soon as they have one. If weights change before,
+nothing is saved or loaded until a flush.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Ranks: which rank of a server a process is, and what the ranks of a group agree on in each step.
 
-Scheduler's thread only; the collective of a step is the one thing there that blocks it.
+Scheduler's thread only. What blocks it are collectives: that of a step, and the exchanges outside
+of it (docs/parallel.md lists them).
 
 The seam, `identity` and `assembly` import it.
 """

@@ -1,8 +1,10 @@
 """Base orders: which of the pages that nobody waits for leaves first. By id, one file each.
 
 A base order is two booleans. A new one is a subclass of `BaseOrder` that sets them, and its line
-here, or the entry point of another package (`sglang_ext/registry.py`). An order that two booleans
-cannot express needs changes in `tier_lists.py` and `tier_kernels.py`, which keep the lists.
+here, or the entry point of another package (`sglang_ext/registry.py`). One that comes with the
+plugin is named in the help of `--hier-kv-base-order`, too (`settings/config.py`), and what it does
+is written down in `tests/unit/policy/test_policy_orders.py`. An order that two booleans cannot
+express needs changes in `tier_lists.py` and `tier_kernels.py`, which keep the lists.
 """
 
 from __future__ import annotations
