@@ -30,6 +30,7 @@ _COMPUTED = (
 _OF_METHODS = ("w13_weight_triton_tensor", "w2_weight_triton_tensor")
 _OF_PARAMETERS = ("bnb_quant_state",)
 _MOST_NESTED = 5
+_GROWING_TABLE = "cos_sin_cache"
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
@@ -85,15 +86,15 @@ def _word_dtype(flat: torch.Tensor) -> torch.dtype:
 def digest_model(model: torch.nn.Module) -> bytes:
     """Digest of a model's live parameters, buffers and KV scales, 32 bytes.
 
-    With it what SGLang computed of parameters and keeps elsewhere. Rotary tables are left out: they
-    may grow while serving, and the rope digest covers them.
+    With it what SGLang computed of parameters and keeps elsewhere. Rotary tables that may grow
+    while serving are left out: the rope digest covers them, and no others (LongRoPE has two).
 
     Raises:
         ValueError: something is kept elsewhere in a way that is not known.
     """
     named: dict[str, torch.Tensor] = {}
     named.update(model.named_parameters())
-    named.update((n, b) for n, b in model.named_buffers() if "cos_sin_cache" not in n)
+    named.update((n, b) for n, b in model.named_buffers() if n.rpartition(".")[2] != _GROWING_TABLE)
     named.update(_attributes(model, (*_SCALES, *_COMPUTED)))
     named.update(_kept_elsewhere(model))
     return digest_tensors(named.items())

@@ -163,6 +163,16 @@ def test_a_model_is_its_parameters_buffers_and_kv_scales() -> None:
     assert digest_model(model) != before
 
 
+def test_tables_that_do_not_grow_count() -> None:
+    """Of LongRoPE nothing else says what they are: no rotary digest reads them."""
+    model: Any = torch.nn.Sequential(Attention())
+    for name in ("short_cos_sin_cache", "long_cos_sin_cache", "long_short_cos_sin_cache"):
+        model[0].register_buffer(name, torch.zeros(3), persistent=False)
+        before = digest_model(model)
+        getattr(model[0], name)[1] = 0.5
+        assert digest_model(model) != before
+
+
 def lora() -> SimpleNamespace:
     layer = SimpleNamespace(weights={"q.lora_A": torch.ones(2, 2), "q.lora_B": torch.ones(2, 2)})
     return SimpleNamespace(
