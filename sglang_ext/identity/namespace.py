@@ -11,9 +11,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
+
+from sglang_ext.errors import HierKVConfigError
 
 _CHUNK_VALUES = 1 << 22
 # Attributes of attention layers that scale stored K and V; plain floats on some paths.
@@ -90,7 +93,7 @@ def digest_model(model: torch.nn.Module) -> bytes:
     while serving are left out: the rope digest covers them, and no others (LongRoPE has two).
 
     Raises:
-        ValueError: something is kept elsewhere in a way that is not known.
+        HierKVConfigError: something is kept elsewhere in a way that is not known.
     """
     named: dict[str, torch.Tensor] = {}
     named.update(model.named_parameters())
@@ -120,6 +123,7 @@ def _kept_elsewhere(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
     """Tensors of a model that neither its modules nor their parameters are."""
     for name, module in model.named_modules():
         method = getattr(module, "quant_method", None)
+        holders: list[tuple[str, Any, tuple[str, ...]]]
         holders = [(f"{name}.quant_method", method, _OF_METHODS)]
         for own, parameter in module.named_parameters(recurse=False):
             holders.append((f"{name}.{own}", parameter, _OF_PARAMETERS))
@@ -130,9 +134,11 @@ def _kept_elsewhere(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
                     continue
                 tensors = list(_tensors_in(f"{holder_name}.{attribute}", value))
                 if not tensors:
-                    raise ValueError(
-                        f"{holder_name}.{attribute} must hold tensors, and none are found in"
-                        f" {type(value).__name__}"
+                    raise HierKVConfigError(
+                        f"--enable-hier-kv names stored KV by all weights, and {holder_name}."
+                        f"{attribute} must hold tensors, but none are found in"
+                        f" {type(value).__name__}; leave --enable-hier-kv out, or choose another"
+                        " --moe-runner-backend."
                     )
                 yield from tensors
 
@@ -143,7 +149,9 @@ def _tensors_in(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, to
         yield name, value
     elif depth < _MOST_NESTED:
         parts: Mapping[Any, Any] = getattr(value, "__dict__", {})
-        if isinstance(value, Mapping):
+        if is_dataclass(value):  # which may have slots alone
+            parts = {each.name: getattr(value, each.name) for each in fields(value)}
+        elif isinstance(value, Mapping):
             parts = value
         elif isinstance(value, list | tuple):
             parts = dict(enumerate(value))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity import namespace
 from sglang_ext.identity.namespace import (
     digest_lora_adapter,
@@ -107,10 +109,18 @@ def test_what_was_computed_counts_where_the_parameter_is_given_up(name: str) -> 
     assert len({before, absorbed, digest_model(model)}) == 3
 
 
+@dataclass(slots=True)
+class Storage:
+    """As triton_kernels' tensors have it; without a `__dict__`."""
+
+    data: torch.Tensor
+    layout: str
+
+
 def experts_of_a_method(values: torch.Tensor) -> Any:
     """As SGLang keeps experts in MXFP4: in what computes with them, as a tensor of another kind."""
     module = torch.nn.Module()
-    wrapped = SimpleNamespace(storage=SimpleNamespace(data=values, layout="swizzled"), shape=[2])
+    wrapped = SimpleNamespace(storage=Storage(values, "swizzled"), shape=[2])
     object.__setattr__(
         module, "quant_method", SimpleNamespace(w13_weight_triton_tensor=wrapped, num_experts=2)
     )
@@ -139,7 +149,7 @@ def test_values_that_are_kept_beside_modules_count(keep: Any) -> None:
 def test_a_model_whose_kept_values_are_not_to_be_found_has_no_digest() -> None:
     model = torch.nn.Sequential(experts_of_a_method(torch.ones(2)))
     model[0].quant_method.w2_weight_triton_tensor = object()
-    with pytest.raises(ValueError, match="w2_weight_triton_tensor must hold tensors"):
+    with pytest.raises(HierKVConfigError, match="w2_weight_triton_tensor must hold tensors"):
         digest_model(model)
 
 
