@@ -129,7 +129,7 @@ def experts_of_a_method(values: torch.Tensor) -> Any:
 
 def scales_of_a_parameter(values: torch.Tensor) -> Any:
     """As SGLang keeps the scales of blocks in bitsandbytes' formats: on the packed weight."""
-    module = torch.nn.Module()
+    module: Any = torch.nn.Module()
     module.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)
     nested = SimpleNamespace(absmax=values, code=torch.ones(16))
     module.weight.bnb_quant_state = {0: SimpleNamespace(absmax=torch.ones(2), state2=nested)}
@@ -147,7 +147,7 @@ def test_values_that_are_kept_beside_modules_count(keep: Any) -> None:
 
 
 def test_a_model_whose_kept_values_are_not_to_be_found_has_no_digest() -> None:
-    model = torch.nn.Sequential(experts_of_a_method(torch.ones(2)))
+    model: Any = torch.nn.Sequential(experts_of_a_method(torch.ones(2)))
     model[0].quant_method.w2_weight_triton_tensor = object()
     with pytest.raises(HierKVConfigError, match="w2_weight_triton_tensor must hold tensors"):
         digest_model(model)
