@@ -160,6 +160,19 @@ def rope_digest(ropes: Sequence[LayerRope], mode: str) -> bytes:
     return digest.digest()
 
 
+def tables_digest(model: torch.nn.Module) -> bytes:
+    """Digest of the first positions of all rotary tables of a model, 32 bytes.
+
+    Where layers are bound without being looked at, `rope_digest` does not know their tables.
+    """
+    digest = hashlib.sha256()
+    for name, module in sorted(model.named_modules()):
+        table = _table_digest(module)
+        if table:
+            digest.update(name.encode() + table)
+    return digest.digest()
+
+
 def _table_digest(module: Any) -> bytes:
     """Digest of the first positions of a module's table, whatever becomes of its layer."""
     table = getattr(module, "cos_sin_cache", None)

@@ -38,6 +38,9 @@ _UNNAMED = b"unnamed"  # of the live weights alone, whose digest could not be ta
 _FIRST_RETRY_S, _MOST_RETRY_S = 5.0, 600.0
 _RETRY_TIMES = 100  # a try that took long is made again after so many times as long, at least
 _LOOK_STEPS = 32  # ranks ask the first one's clock in one of so many steps, while they wait
+# Adapters that were unloaded and are remembered until a flush. SGLang's ids are random, so that one
+# comes back under another; with many adapters they come and go all the time.
+_MOST_UNLOADED = 4096
 
 
 class ModelIdentity:
@@ -374,6 +377,9 @@ class ModelIdentity:
             for lora_id, taken in kept.items()
             if all(each.get(lora_id) for each in told)
         }
+        unloaded = [lora_id for lora_id in self._lora_on_device if lora_id not in known]
+        for lora_id in unloaded[:-_MOST_UNLOADED]:
+            del self._lora_on_device[lora_id]
         for lora_id in list(self._lora_on_device):
             if lora_id in known:
                 self._lora_digest(lora_id, store)

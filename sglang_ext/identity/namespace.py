@@ -11,16 +11,29 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
+from sglang_ext.errors import HierKVConfigError
+
 _CHUNK_VALUES = 1 << 22
 # Attributes of attention layers that scale stored K and V; plain floats on some paths.
 _SCALES = ("k_scale", "v_scale", "k_scale_float", "v_scale_float")
-# What SGLang computes from MLA's up-projection and keeps in attributes. Some models (MiniCPM 3)
-# delete the parameter itself then, and have its values here alone.
-_ABSORBED = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
+# What SGLang computes of parameters and keeps in attributes of modules. Some parameters are deleted
+# or emptied then, and have their values here alone: MLA's up-projection (MiniCPM 3), and the weight
+# of a projection in NVFP4 that is fused with what follows it.
+_COMPUTED = (
+    *("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v"),
+    *("weight_swiglu_interleaved", "weight_scale_swiglu_interleaved"),
+)
+# The same in what a module computes with (experts in MXFP4 by triton_kernels), and on parameters
+# themselves (how bitsandbytes scales each block).
+_OF_METHODS = ("w13_weight_triton_tensor", "w2_weight_triton_tensor")
+_OF_PARAMETERS = ("bnb_quant_state",)
+_MOST_NESTED = 5
+_GROWING_TABLE = "cos_sin_cache"
 
 
 def digest_tensors(tensors: Iterable[tuple[str, torch.Tensor]]) -> bytes:
@@ -74,14 +87,19 @@ def _word_dtype(flat: torch.Tensor) -> torch.dtype:
 
 
 def digest_model(model: torch.nn.Module) -> bytes:
-    """Digest of a model's live parameters, buffers, KV scales and absorbed weights, 32 bytes.
+    """Digest of a model's live parameters, buffers and KV scales, 32 bytes.
 
-    Rotary tables are left out: they may grow while serving, and the rope digest covers them.
+    With it what SGLang computed of parameters and keeps elsewhere. Rotary tables that may grow
+    while serving are left out: the rope digest covers them, and no others (LongRoPE has two).
+
+    Raises:
+        HierKVConfigError: something is kept elsewhere in a way that is not known.
     """
     named: dict[str, torch.Tensor] = {}
     named.update(model.named_parameters())
-    named.update((n, b) for n, b in model.named_buffers() if "cos_sin_cache" not in n)
-    named.update(_attributes(model, (*_SCALES, *_ABSORBED)))
+    named.update((n, b) for n, b in model.named_buffers() if n.rpartition(".")[2] != _GROWING_TABLE)
+    named.update(_attributes(model, (*_SCALES, *_COMPUTED)))
+    named.update(_kept_elsewhere(model))
     return digest_tensors(named.items())
 
 
@@ -99,6 +117,46 @@ def _attributes(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[
                 value = torch.tensor(float(value), dtype=torch.float64)
             if isinstance(value, torch.Tensor):
                 yield f"{name}.{attribute}", value
+
+
+def _kept_elsewhere(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors of a model that neither its modules nor their parameters are."""
+    for name, module in model.named_modules():
+        method = getattr(module, "quant_method", None)
+        holders: list[tuple[str, Any, tuple[str, ...]]]
+        holders = [(f"{name}.quant_method", method, _OF_METHODS)]
+        for own, parameter in module.named_parameters(recurse=False):
+            holders.append((f"{name}.{own}", parameter, _OF_PARAMETERS))
+        for holder_name, holder, attributes in holders:
+            for attribute in attributes:
+                value = getattr(holder, attribute, None)
+                if value is None:
+                    continue
+                tensors = list(_tensors_in(f"{holder_name}.{attribute}", value))
+                if not tensors:
+                    raise HierKVConfigError(
+                        f"--enable-hier-kv names stored KV by all weights, and {holder_name}."
+                        f"{attribute} must hold tensors, but none are found in"
+                        f" {type(value).__name__}; leave --enable-hier-kv out, or choose another"
+                        " --moe-runner-backend."
+                    )
+                yield from tensors
+
+
+def _tensors_in(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, torch.Tensor]]:
+    """Tensors in a value, or in what it is made of."""
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif depth < _MOST_NESTED:
+        parts: Mapping[Any, Any] = getattr(value, "__dict__", {})
+        if is_dataclass(value):  # which may have slots alone
+            parts = {each.name: getattr(value, each.name) for each in fields(value)}
+        elif isinstance(value, Mapping):
+            parts = value
+        elif isinstance(value, list | tuple):
+            parts = dict(enumerate(value))
+        for part in parts:
+            yield from _tensors_in(f"{name}.{part}", parts[part], depth + 1)
 
 
 def digest_lora_adapter(adapter: Any) -> bytes:

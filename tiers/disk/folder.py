@@ -38,6 +38,8 @@ from sglang_ext.tiers.errors import TierConfigError
 
 FOLDER_VERSION = 1  # stored on disk; a change of files or names needs a new number
 _ID_STEP = 64
+# No folder lives long enough to give out more; who says so is damaged, and none would be left.
+_MOST_IDS = NO_SEGMENT // 2
 # A file whose number is so much higher than those that the folder gave out is not of its making.
 _FAR_IDS = 1 << 24
 _MAX_STATE_BYTES = 1 << 20
@@ -190,7 +192,7 @@ class SegmentIds:
         self._sync = sync
         state = _folder_state(io, folder)
         spent = state.get("next_segment", 1)
-        spent = spent if isinstance(spent, int) and 0 < spent < NO_SEGMENT else 1
+        spent = spent if isinstance(spent, int) and 0 < spent <= _MOST_IDS else 1
         self._passed = {each for each in seen if each >= spent + _FAR_IDS}
         if self._passed:
             logger.warning(

@@ -11,6 +11,7 @@ from sglang_ext.assembly.parts.rank_copies import RankCopies
 from sglang_ext.assembly.parts.served_kv import ServedKV
 from sglang_ext.device.layout import LAYOUT_VERSION
 from sglang_ext.device.pools import HybridPools
+from sglang_ext.device.rope_discovery import tables_digest
 from sglang_ext.device.states.snapshots import Snapshots
 from sglang_ext.device.windows.block_groups import BlockGroups
 from sglang_ext.identity.model_identity import ModelIdentity
@@ -116,9 +117,13 @@ def fixed_facts(
     if drafts:
         are_pairs = ctx.params.is_eagle and snapshots is None
         fixed["drafts"] = draft_facts(algorithm_of(runner), drafts, keys_are_pairs=are_pairs)
-    index = index_facts(live_models(runner.model, drafts), kv_pool, pool)
+    models = live_models(runner.model, drafts)
+    index = index_facts(models, kv_pool, pool)
     if index is not None:
         fixed["index"] = index
     if snapshots is not None:
         fixed["states"] = [*snapshots.pool.describe(), snapshots.part_bytes]
+    if drafts or index is not None or snapshots is not None or pools.window is not None:
+        # Of other models each layer's rotation is looked at, and enters with how K is stored.
+        fixed["tables"] = tables_digest(models)
     return fixed

@@ -194,7 +194,13 @@ def test_two_digests_with_one_prefix_do_not_mix(open_tier: OpenTier) -> None:
         tier.open_namespace(twin, SLOT_BYTES, {})
 
 
-@pytest.mark.parametrize("damage", [b"", b"\x00" * 40, msgpack.packb([1, 2])])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        b"", b"\x00" * 40, msgpack.packb([1, 2]),
+        *(msgpack.packb({"version": 1, "next_segment": each}) for each in (-3, 2**31, 2**32 - 9)),
+    ],
+)  # fmt: skip
 def test_damaged_state_files_are_made_anew(
     open_tier: OpenTier, tmp_path: Path, damage: bytes
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import re
 import socket
 import threading
@@ -160,3 +161,21 @@ def test_a_value_whose_end_comes_in_pieces() -> None:
         assert read(connection) == b"abc"
         assert read(connection) == b"OK"
         writer.join()
+
+
+@pytest.mark.parametrize("least", [3, 1500])
+def test_an_idle_connection_is_kept_whatever_its_descriptor(least: int) -> None:
+    """A server with thousands of open files would connect and log in anew for each call."""
+    ours, theirs = socket.socketpair()
+    with closing(theirs), closing(ours):
+        moved = socket.socket(fileno=fcntl.fcntl(ours.fileno(), fcntl.F_DUPFD, least))
+        connection = Connection.__new__(Connection)
+        connection._socket, connection._start, connection._end = moved, 0, 0
+        with closing(connection):
+            assert not connection.is_stale()
+            theirs.sendall(b"unasked")
+            assert connection.is_stale()
+            moved.recv(100)
+            assert not connection.is_stale()
+            theirs.close()
+            assert connection.is_stale()

@@ -42,6 +42,19 @@ class Server:
     num_heads: int = 4
     layers: tuple[int, ...] = (0, 1)
     lower_bound: float | None = -5.0
+    rotation: float = 1e4
+    positions: int = 1024
+
+
+class Model(torch.nn.Module):
+    """A model as far as its rotary table goes, which may grow while it is served."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__()
+        self.attn = torch.nn.Module()
+        self.attn.rotary_emb = torch.nn.Module()
+        angles = torch.arange(server.positions)[:, None] / server.rotation
+        self.attn.rotary_emb.register_buffer("cos_sin_cache", angles.cos(), persistent=False)
 
 
 def name_of(server: Server, place: RankPlace = ALONE, **arguments: Any) -> bytes:
@@ -63,7 +76,7 @@ def name_of(server: Server, place: RankPlace = ALONE, **arguments: Any) -> bytes
             page_size=server.page_size,
             token_to_kv_pool_allocator=SimpleNamespace(get_kvcache=lambda: None),
         ),
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=torch.nn.Linear(1, 1))),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(model=Model(server))),
         server_args=SimpleNamespace(kv_cache_dtype="auto", **arguments),
         model_config=SimpleNamespace(
             hf_config=SimpleNamespace(to_dict=lambda: {"text_config": text})
@@ -106,11 +119,16 @@ def test_groups_share_rank_for_rank_and_servers_of_other_sizes_share_nothing() -
         lambda server: replace(server, page_size=128),  # and so the parts are longer
         lambda server: replace(server, lower_bound=-4.0),
         lambda server: replace(server, lower_bound=None),
+        lambda server: replace(server, rotation=1e6),
     ],
 )
 def test_what_a_state_is_made_of_is_in_its_name(change: Callable[[Server], Server]) -> None:
     server = Server()
     assert name_of(server) == name_of(Server()) != name_of(change(server))
+
+
+def test_a_rotary_table_that_has_grown_changes_no_name() -> None:
+    assert name_of(Server(positions=4096)) == name_of(Server())
 
 
 @pytest.mark.parametrize(

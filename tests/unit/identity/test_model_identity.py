@@ -464,6 +464,23 @@ def test_an_adapter_reloaded_under_its_id_is_off_until_a_flush(world: Fixture) -
     assert world.space("a") == first
 
 
+def test_unloaded_adapters_are_remembered_in_bounded_number(
+    world: Fixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each load has an id of its own, so servers of many adapters meet ids without end."""
+    monkeypatch.setattr("sglang_ext.identity.model_identity._MOST_UNLOADED", 8)
+    kept = adapter(1.0)
+    for number in range(64):
+        world.adapters = {"kept": kept, f"id-{number}": adapter(2.0)}
+        world.identity.adapters_changed(world.store)
+        assert None not in (world.space("kept"), world.space(f"id-{number}"))
+    assert len(world.identity._lora_on_device) <= 8 + 3
+    for lora_id in ("kept", "id-63", "id-60"):  # as before of those that were there lately
+        world.adapters = {lora_id: adapter(9.0)}
+        world.identity.adapters_changed(world.store)
+        assert world.space(lora_id) is None
+
+
 @pytest.mark.parametrize("is_asked_between", [True, False])
 def test_an_adapter_that_comes_back_after_another_is_off_until_a_flush(
     world: Fixture, is_asked_between: bool

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+from dataclasses import dataclass
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity import namespace
 from sglang_ext.identity.namespace import (
     digest_lora_adapter,
@@ -95,14 +99,58 @@ class Attention(torch.nn.Module):
         self.k_scale: float | torch.Tensor | None = None
 
 
-@pytest.mark.parametrize("name", ["w_kc", "w_vc", "w_scale"])
-def test_absorbed_weights_of_mla_count_where_the_parameter_is_given_up(name: str) -> None:
+@pytest.mark.parametrize("name", ["w_kc", "w_vc", "w_scale", "weight_swiglu_interleaved"])
+def test_what_was_computed_counts_where_the_parameter_is_given_up(name: str) -> None:
     model: Any = torch.nn.Sequential(Attention(), Attention())
     before = digest_model(model)
     setattr(model[0], name, torch.ones(2, 3, 4).transpose(1, 2))
     absorbed = digest_model(model)
     getattr(model[0], name)[1, 3, 2] += 1
     assert len({before, absorbed, digest_model(model)}) == 3
+
+
+@dataclass(slots=True)
+class Storage:
+    """As triton_kernels' tensors have it; without a `__dict__`."""
+
+    data: torch.Tensor
+    layout: str
+
+
+def experts_of_a_method(values: torch.Tensor) -> Any:
+    """As SGLang keeps experts in MXFP4: in what computes with them, as a tensor of another kind."""
+    module = torch.nn.Module()
+    wrapped = SimpleNamespace(storage=Storage(values, "swizzled"), shape=[2])
+    object.__setattr__(
+        module, "quant_method", SimpleNamespace(w13_weight_triton_tensor=wrapped, num_experts=2)
+    )
+    return module
+
+
+def scales_of_a_parameter(values: torch.Tensor) -> Any:
+    """As SGLang keeps the scales of blocks in bitsandbytes' formats: on the packed weight."""
+    module: Any = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.ones(4, dtype=torch.uint8), requires_grad=False)
+    nested = SimpleNamespace(absmax=values, code=torch.ones(16))
+    module.weight.bnb_quant_state = {0: SimpleNamespace(absmax=torch.ones(2), state2=nested)}
+    return module
+
+
+@pytest.mark.parametrize("keep", [experts_of_a_method, scales_of_a_parameter])
+def test_values_that_are_kept_beside_modules_count(keep: Any) -> None:
+    model = torch.nn.Sequential(Attention(), keep(torch.arange(6.0)))
+    before = digest_model(model)
+    same = torch.nn.Sequential(Attention(), keep(torch.arange(6.0)))
+    other = torch.nn.Sequential(Attention(), keep(torch.tensor([0.0, 1, 2, 3, 4, 6])))
+    assert digest_model(same) == before
+    assert digest_model(other) != before
+
+
+def test_a_model_whose_kept_values_are_not_to_be_found_has_no_digest() -> None:
+    model: Any = torch.nn.Sequential(experts_of_a_method(torch.ones(2)))
+    model[0].quant_method.w2_weight_triton_tensor = object()
+    with pytest.raises(HierKVConfigError, match="w2_weight_triton_tensor must hold tensors"):
+        digest_model(model)
 
 
 def test_a_model_is_its_parameters_buffers_and_kv_scales() -> None:
@@ -123,6 +171,16 @@ def test_a_model_is_its_parameters_buffers_and_kv_scales() -> None:
     assert digest_model(model) == before
     model[1].bias_table[0] = 1
     assert digest_model(model) != before
+
+
+def test_tables_that_do_not_grow_count() -> None:
+    """Of LongRoPE nothing else says what they are: no rotary digest reads them."""
+    model: Any = torch.nn.Sequential(Attention())
+    for name in ("short_cos_sin_cache", "long_cos_sin_cache", "long_short_cos_sin_cache"):
+        model[0].register_buffer(name, torch.zeros(3), persistent=False)
+        before = digest_model(model)
+        getattr(model[0], name)[1] = 0.5
+        assert digest_model(model) != before
 
 
 def lora() -> SimpleNamespace:
@@ -169,3 +227,19 @@ def test_every_part_counts() -> None:
         "tp": [1, 2],
     }.items():
         assert namespace_digest({**parts, name: value}) != base
+
+
+def test_what_is_kept_elsewhere_has_the_names_that_sglang_gives_it() -> None:
+    """A release that renames one would take its values out of the digest without a word."""
+    found = importlib.util.find_spec("sglang")
+    assert found is not None
+    assert found.origin is not None
+    root = Path(found.origin).parent / "srt"
+    names = {
+        "layers/quantization/mxfp4.py": namespace._OF_METHODS,
+        "layers/quantization/modelopt_quant.py": namespace._COMPUTED[-2:],
+        "model_loader/loader.py": namespace._OF_PARAMETERS,
+    }
+    for path, wanted in names.items():
+        text = (root / path).read_text()
+        assert all(name in text for name in wanted), path

@@ -202,7 +202,9 @@ class Connection:
         if self._end > self._start:
             return True
         try:
-            return bool(select.select([self._socket], [], [], 0)[0])
+            poll = select.poll()  # `select` takes no descriptor from 1,024 on
+            poll.register(self._socket, select.POLLIN)
+            return bool(poll.poll(0))
         except (OSError, ValueError):
             return True
 
