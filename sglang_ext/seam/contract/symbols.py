@@ -359,7 +359,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.session.streaming_session", "StreamingSession"): "slots",
         ("srt.session.streaming_session", "SessionSlot"): "kv",
         (_TOKENIZER, "TokenizerManager"): (
-            "rid_to_state context_len num_reserved_tokens async_dynamic_batch_tokenizer server_args"
+            "rid_to_state context_len num_reserved_tokens async_dynamic_batch_tokenizer "
+            "server_args is_generation"
         ),
         (_TOKENIZER, "ReqState"): "abort_sent",
         ("srt.managers.schedule_batch", ""): "FINISH_ABORT",
