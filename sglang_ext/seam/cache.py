@@ -592,9 +592,12 @@ class HierKVRadixCache(UnifiedRadixCache):
 
         SGLang leaves it out; see `_restore_last_page` for why it is asked for.
         """
-        if req is not None and (len(tokens) + 1 - self._keys_are_pairs) % self.page_size == 0:
-            return req.full_untruncated_fill_ids[: len(tokens) + 1]
-        return tokens
+        num = len(tokens) + 1
+        if req is None or (num - self._keys_are_pairs) % self.page_size:
+            return tokens
+        if num < len(req.full_untruncated_fill_ids):
+            return tokens  # more is computed than the last one, for log-probabilities of the prompt
+        return req.full_untruncated_fill_ids[:num]
 
     def _note_enqueued(self, req: Any, prefix: ReusablePrefix, device_pages: int) -> None:
         """Records where a request's pages lie as it enters the queue, for its report."""

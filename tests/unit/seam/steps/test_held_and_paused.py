@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -50,3 +51,24 @@ def test_who_is_held_is_held_in_all_of_a_step(world: World) -> None:
     world.cache.check_hicache_events()
     assert not world.cache.is_held(handle)
     assert world.cache.check_prefetch_progress(handle)
+
+
+@pytest.mark.parametrize("first_logprob", [PAGE - 1, 2 * PAGE - 1])
+def test_no_page_is_looked_for_of_which_a_token_is_computed(
+    world: World, first_logprob: int
+) -> None:
+    """As of a request for the log-probabilities of its prompt from some token on."""
+    world.run([*PROMPT, 91])
+    world.only_on_disk()
+    req = world.arrive([*PROMPT, 92], exact=False, num_new=0)
+    world.cache.prefetch_from_storage(
+        req.cache_request_handle,
+        req.last_node,
+        array("q", req.tokens[:first_logprob]),
+        matched_prefix_tokens=array("q"),
+        extra_key=None,
+        cache_salt=None,
+    )
+    waiting = world.cache.waiting_room.find(req.cache_request_handle)
+    num_found = 0 if waiting is None else len(waiting.prefix.hashes)
+    assert num_found == first_logprob // PAGE
