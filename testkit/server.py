@@ -247,7 +247,10 @@ class Server:
 
     def _first_request(self) -> None:
         # SGLang installs its SIGTERM handler on the first request: before it, SIGTERM is a kill.
-        self.generate(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
+        if "--is-embedding" in self._args:
+            self.post("/encode", {"input_ids": [0]})
+        else:
+            self.generate(input_ids=[0], sampling_params={"max_new_tokens": 1, "temperature": 0.0})
 
     # ---- requests ------------------------------------------------------------------------------
 

@@ -112,6 +112,7 @@ class HierKVRadixCache(UnifiedRadixCache):
     scheduler: Any = None
     only_saves = False  # a decode server: its KV came from elsewhere, and is not to be replaced
     rows_in_doubt = False  # a transfer that nobody waits for any more may still write rows
+    _held: frozenset[Any] = frozenset()  # handles of which `is_held` said so in this step
 
     def __init__(self, params: Any, make_parts: Callable[[Any], CacheParts]) -> None:
         """Builds SGLang's half, the parts that need it, and what stands on both.
@@ -591,9 +592,12 @@ class HierKVRadixCache(UnifiedRadixCache):
 
         SGLang leaves it out; see `_restore_last_page` for why it is asked for.
         """
-        if req is not None and (len(tokens) + 1 - self._keys_are_pairs) % self.page_size == 0:
-            return req.full_untruncated_fill_ids[: len(tokens) + 1]
-        return tokens
+        num = len(tokens) + 1
+        if req is None or (num - self._keys_are_pairs) % self.page_size:
+            return tokens
+        if num < len(req.full_untruncated_fill_ids):
+            return tokens  # more is computed than the last one, for log-probabilities of the prompt
+        return req.full_untruncated_fill_ids[:num]
 
     def _note_enqueued(self, req: Any, prefix: ReusablePrefix, device_pages: int) -> None:
         """Records where a request's pages lie as it enters the queue, for its report."""
@@ -661,11 +665,20 @@ class HierKVRadixCache(UnifiedRadixCache):
     @rank_consensus(same_params=True, same_results=True)
     def check_prefetch_progress(self, handle: Any) -> bool:
         """False while a request should wait for pages that are on their way. O(1)."""
+        if handle in self._held:
+            return False
         found = all(search.may_admit(handle) for search in self._searches)
         may_run = found and self.admission.may_admit(handle)
         if may_run:
             self.waiting_room.let_go(handle)
         return may_run
+
+    def is_held(self, handle: Any) -> bool:
+        """Whether a request should wait, in all of this step; its time to wait begins now."""
+        held = not self.check_prefetch_progress(handle)
+        if held:
+            self._held |= {handle}
+        return held
 
     def pop_prefetch_loaded_span(self, handle: Any) -> tuple[int, int | None]:
         """SGLang's own storage attribution is not used; see `RequestState`."""
@@ -759,6 +772,7 @@ class HierKVRadixCache(UnifiedRadixCache):
 
     def check_hicache_events(self) -> None:
         """Once a scheduler step: plans follow the queue, finished saves release their nodes."""
+        self._held = frozenset()
         if self.device_tree is not None:
             self.device_tree.new_step()
         if self.linker.place_questions is not None:
@@ -825,6 +839,14 @@ class HierKVRadixCache(UnifiedRadixCache):
         self.store.counters.add("waits_for_saved_pages")
         self.quiesce()
         return True
+
+    def take_saves_in_pause(self) -> None:
+        """Takes the results of saves that have ended while SGLang is paused and makes no steps.
+
+        Not with pipeline stages, as with `free_saved_pages`.
+        """
+        if self.pp_size == 1 and self.linker.pending_offloads:
+            self.admission.drain_saves()
 
     def quiesce(self) -> None:
         """Waits for pending saves and takes their results, so that SGLang may flush or update."""

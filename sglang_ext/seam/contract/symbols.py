@@ -78,8 +78,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (_SCHEDULER, "Scheduler"): (
             "__init__ handle_generate_request run_batch process_batch_result flush_cache "
             "init_req_max_new_tokens load_lora_adapter load_lora_adapter_from_tensors "
-            "unload_lora_adapter"
+            "unload_lora_adapter _record_scheduler_state_for_paused_engine"
         ),
+        ("srt.managers.schedule_policy", "PrefillAdder"): "preempt_to_schedule",
         (f"{_PARTS}.output_streamer", "SchedulerOutputStreamer"): "get_cached_tokens_details",
         (f"{_PARTS}.internal_state", "SchedulerInternalStateController"): "get_internal_state",
         (f"{_PARTS}.weight_updater", "SchedulerWeightUpdaterManager"): (
@@ -121,7 +122,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         # How the front process asks all schedulers for their state; ours gives the request an id.
         ("srt.managers.tokenizer_control_mixin", "TokenizerControlMixin"): "get_internal_state",
         # When the switches that are set after the scheduler is built have SGLang ask the cache.
-        (_SCHEDULER, "Scheduler"): "_prefetch_kvcache is_fully_idle",
+        # And that who made others give way is asked next whether it may run.
+        (_SCHEDULER, "Scheduler"): ("_prefetch_kvcache is_fully_idle _get_new_batch_prefill_raw"),
         # Which stage waits for which, in which of its steps; see `ranks/stages.py`.
         (_STAGES, "SchedulerPPMixin"): (
             "event_loop_pp init_pp_loop_state _pp_launch_batch "
@@ -359,7 +361,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.session.streaming_session", "StreamingSession"): "slots",
         ("srt.session.streaming_session", "SessionSlot"): "kv",
         (_TOKENIZER, "TokenizerManager"): (
-            "rid_to_state context_len num_reserved_tokens async_dynamic_batch_tokenizer server_args"
+            "rid_to_state context_len num_reserved_tokens async_dynamic_batch_tokenizer "
+            "server_args is_generation"
         ),
         (_TOKENIZER, "ReqState"): "abort_sent",
         ("srt.managers.schedule_batch", ""): "FINISH_ABORT",
@@ -369,7 +372,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "skip_radix_cache_insert discard_output_reason cached_tokens last_node sampling_params "
             "time_stats bootstrap_host bootstrap_room metadata_buffer_index disagg_kv_sender "
             "logprob_start_len extend_end multimodal_inputs output_ids disagg_decode_prefix_len "
-            "finished_reason return_logprob input_embeds seqlen"
+            "finished_reason return_logprob input_embeds seqlen priority"
         ),
         ("srt.managers.schedule_batch", "ScheduleBatch"): (
             "reqs forward_mode hicache_consumer_index launch_ts extend_lens prefix_lens input_ids "
@@ -405,7 +408,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req dp_attn_adapter "
             "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers "
             "pp_group attn_tp_group tp_worker spec_algorithm internal_state sliding_window_size "
-            "model_config schedule_stream copy_stream future_map"
+            "model_config schedule_stream copy_stream future_map schedule_low_priority_values_first"
+        ),
+        ("srt.managers.schedule_policy", "PrefillAdder"): (
+            "tree_cache running_batch priority_scheduling_preemption_threshold"
         ),
         # Streams that none of ours may be.
         ("srt.managers.overlap_utils", "FutureMap"): "fwd_prepare_d2h_stream",

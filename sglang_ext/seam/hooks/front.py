@@ -63,8 +63,10 @@ def around_validate(original: Callable[..., Any], self: Any, obj: Any, input_ids
     stated = wish if isinstance(wish, int) and not isinstance(wish, bool) else 0
     fits = self.context_len - 1 - self.num_reserved_tokens
     too_long = len(input_ids) > fits or len(input_ids) + stated > fits + 1
-    # Room for half of the context at most is made for an output (`CutRule.room`).
-    if not (too_long and cuts_overflow(mode)) or 2 * stated > self.context_len or why_not_cut(obj):
+    # A scheduler that embeds cuts nothing, and would run the whole of it. Room for half of the
+    # context at most is made for an output (`CutRule.room`).
+    is_cut = too_long and cuts_overflow(mode) and self.is_generation
+    if not is_cut or 2 * stated > self.context_len or why_not_cut(obj):
         return original(self, obj, input_ids)
     check_length(len(input_ids), self.context_len, settings["truncation_longest"])
     if wish is not None:

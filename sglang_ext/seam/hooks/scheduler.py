@@ -36,6 +36,7 @@ BACKEND = "hier_kv"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _REQUEST = "sglang.srt.managers.schedule_batch.Req"
 _BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
+_ADDER = "sglang.srt.managers.schedule_policy.PrefillAdder"
 _OUT_OF_PLACE = "The prompt has tokens in it that stand for images where none of its images is."
 _COMPONENTS = "sglang.srt.managers.scheduler_components"
 
@@ -64,6 +65,8 @@ def register_scheduler_hooks(
     request_observers.add(_made)
     hook(f"{_REQUEST}.extend_image_inputs", _after_images)
     hook(f"{_BATCH}.check_decode_mem", _around_room_for_decode, "around")
+    hook(f"{_ADDER}.preempt_to_schedule", _around_preemption, "around")
+    hook(f"{_SCHEDULER}._record_scheduler_state_for_paused_engine", _in_pause, "before")
     hook(f"{_SCHEDULER}.run_batch", _before_run_batch, "before")
     hook(f"{_SCHEDULER}.run_batch", _after_run_batch)
     hook(f"{_SCHEDULER}.process_batch_result", _after_process_batch_result)
@@ -150,6 +153,43 @@ def _around_room_for_decode(original: Any, self: Any, *args: Any, **kwargs: Any)
     if has_room or not isinstance(cache, HierKVRadixCache) or not cache.free_saved_pages():
         return has_room
     return bool(original(self, *args, **kwargs))
+
+
+def _around_preemption(original: Any, self: Any, req: Any, *args: Any, **kwargs: Any) -> bool:
+    """Nobody gives way to a request that is held.
+
+    SGLang makes others give way first, and asks then whether the request may run. They would run
+    again in the next step, and give way in the one behind it, for as long as it is held. True: it
+    asks, and goes on with the next request.
+    """
+    cache = self.tree_cache
+    if (
+        isinstance(cache, HierKVRadixCache)
+        and _others_would_give_way(self, req, cache.scheduler)
+        and cache.is_held(req.cache_request_handle)
+    ):
+        return True
+    return bool(original(self, req, *args, **kwargs))
+
+
+def _others_would_give_way(adder: Any, req: Any, scheduler: Any) -> bool:
+    """Whether any priority in the batch is low enough; else a request's time to wait begins later.
+
+    As far as SGLang looks at priorities: whether enough rows would come of it is not asked.
+    """
+    sign = -1 if scheduler.schedule_low_priority_values_first else 1
+    least = adder.priority_scheduling_preemption_threshold
+    return any(
+        sign * (req.priority - running.priority) > least
+        for running in adder.running_batch.reqs
+        if not running.finished()
+    )
+
+
+def _in_pause(self: Any) -> None:
+    """SGLang's paused loop takes no results of saves, and it waits for them before it flushes."""
+    if isinstance(self.tree_cache, HierKVRadixCache):
+        self.tree_cache.take_saves_in_pause()
 
 
 def _before_run_batch(self: Any, batch: Any, *args: Any, **kwargs: Any) -> None:

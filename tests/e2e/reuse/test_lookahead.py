@@ -2,7 +2,8 @@
 
 What the look-ahead promises and can be told without a clock: each request finds its pages in DRAM
 when it is admitted, in the queue's order, and answers as on a device hit. `python -m
-bench.serve.lookahead` has the times.
+bench.serve.lookahead` has the times. Then one of a high priority waits for its pages beside one
+that runs, and would give way.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ from tests.e2e.hier_server import (
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_REQUESTS, PREFIX_PAGES, HOST_PREFIXES = 24, 5, 8
-READ_S = 0.05  # of one prefix
+READ_S, SLOW_READ_S = 0.05, 1.0  # of one prefix
+LOW, HIGH, LONG_ANSWER = 0, 99, 150
 
 
 class Run(NamedTuple):
@@ -44,6 +46,9 @@ class Run(NamedTuple):
         before: the plugin's counters before the queue came.
         after: and after it.
         log: the event log.
+        overtaken: the answer of a low priority that another one came to, of a high one.
+        overtaking: that one's.
+        overtaking_expected: as `expected`.
     """
 
     expected: list[Any]
@@ -51,6 +56,9 @@ class Run(NamedTuple):
     before: dict[str, Any]
     after: dict[str, Any]
     log: list[dict[str, Any]]
+    overtaken: dict[str, Any]
+    overtaking: dict[str, Any]
+    overtaking_expected: Any
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +70,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         *("--hier-kv-prefetch-policy", "wait_complete"),
         # One at a time, so that an answer's bits do not depend on who else is in its batch.
         *("--max-total-tokens", str(3 * (PREFIX_PAGES + 2) * PAGE), "--max-running-requests", "1"),
+        "--enable-priority-scheduling",
     ]
     prompts = list(real_prompts([PREFIX_PAGES * PAGE + 20] * (NUM_REQUESTS + HOST_PREFIXES)))
     env = {ENV_SPEED_FILE: str(speed)}
@@ -69,10 +78,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
         expected = [_on_device(server, prompt) for prompt in prompts]  # the last fill DRAM
         before = settled(server)
         flush_device(server)
-        speed.write_text(f"{PREFIX_PAGES * SLOT_BYTES / 1e6 / READ_S:.3f}")
+        speed.write_text(_speed(READ_S))
         answers = _all_at_once(server, prompts[:NUM_REQUESTS])
         after = settled(server)
-    return Run(expected[:NUM_REQUESTS], answers, before["host"], after["host"], events(folder))
+        flush_device(server)
+        speed.write_text(_speed(SLOW_READ_S))
+        overtaken, overtaking = _one_behind(server, prompts[NUM_REQUESTS - 1], prompts[0])
+    return Run(
+        expected[:NUM_REQUESTS], answers, before["host"], after["host"], events(folder),
+        overtaken, overtaking, expected[0],
+    )  # fmt: skip
+
+
+def _speed(read_s: float) -> str:
+    return f"{PREFIX_PAGES * SLOT_BYTES / 1e6 / read_s:.3f}"
 
 
 def _on_device(server: Server, prompt: Sequence[int]) -> Any:
@@ -90,6 +109,22 @@ def _all_at_once(server: Server, prompts: list[list[int]]) -> list[dict[str, Any
             futures.append(pool.submit(ask, server, prompt, 4, rid=f"queued-{number}"))
             time.sleep(0.01)  # so that they come in order
         return [future.result() for future in futures]
+
+
+def _one_behind(
+    server: Server, first: list[int], second: list[int]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A long answer, and a short one of a higher priority that is asked for while it is given."""
+    running = server.stream(
+        input_ids=first,
+        sampling_params={"max_new_tokens": LONG_ANSWER, "ignore_eos": True},
+        priority=LOW,
+    )
+    next(running)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(ask, server, second, 4, priority=HIGH)
+        *_, last = running
+        return last, other.result()
 
 
 def test_all_were_on_disk_and_nothing_was_computed_again(run: Run) -> None:
@@ -119,6 +154,14 @@ def test_the_queue_is_served_in_its_order_and_each_page_is_read_once(run: Run) -
     assert sum(moved_by) <= NUM_REQUESTS, admitted
     assert _grown(run, "promoted_pages") == NUM_REQUESTS * PREFIX_PAGES
     assert _grown(run, "prefetch_timeouts") == 0
+
+
+def test_who_waits_for_pages_makes_nobody_give_way(run: Run) -> None:
+    """It does when they are there: once."""
+    assert reply_of(run.overtaking).by_tier["disk"] > 0  # so it waited
+    assert tokens_and_logprobs(run.overtaking) == run.overtaking_expected
+    assert len(run.overtaken["output_ids"]) == LONG_ANSWER
+    assert run.overtaken["meta_info"]["num_retractions"] <= 1
 
 
 def test_nothing_stays_pinned(run: Run) -> None:

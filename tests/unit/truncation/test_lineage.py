@@ -143,7 +143,7 @@ def test_the_front_process_checks_the_length_after_the_cut(
 ) -> None:
     seen: list[int] = []
     manager = SimpleNamespace(
-        context_len=100, num_reserved_tokens=0,
+        context_len=100, num_reserved_tokens=0, is_generation=True,
         server_args=SimpleNamespace(_hier_kv={"truncation": "overflow", "truncation_longest": 8}),
     )  # fmt: skip
     obj, ids = SimpleNamespace(sampling_params=dict(params)), list(range(num))
@@ -157,7 +157,10 @@ def refusal(num: int, flag: str = "overflow", /, **custom: Any) -> str:
     """Why the front process refuses a prompt; empty where it lets it through."""
     settings = {"truncation": flag, "truncation_longest": 8}
     manager = SimpleNamespace(
-        context_len=100, num_reserved_tokens=0, server_args=SimpleNamespace(_hier_kv=settings)
+        context_len=100,
+        num_reserved_tokens=0,
+        is_generation=True,
+        server_args=SimpleNamespace(_hier_kv=settings),
     )
     obj = SimpleNamespace(sampling_params={"custom_params": custom})
     try:
@@ -195,7 +198,7 @@ def test_other_names_are_not_the_plugins_business() -> None:
 def test_prompts_of_a_batch_may_have_one_object_of_parameters() -> None:
     """As SGLang hands it: what the front process noted for the first is there for the second."""
     manager = SimpleNamespace(
-        context_len=100, num_reserved_tokens=0,
+        context_len=100, num_reserved_tokens=0, is_generation=True,
         server_args=SimpleNamespace(_hier_kv={"truncation": "overflow", "truncation_longest": 8}),
     )  # fmt: skip
     params: dict[str, Any] = {"max_new_tokens": 2, "custom_params": {"hier_kv_exact": True}}
