@@ -93,7 +93,7 @@ def outside_speculation(
     else:
         if kind not in ("mha", "mla"):
             found.append(("full attention in every layer", "a model with other layers"))
-        found += _outside_masks(read, kind)
+        found += [*_outside_masks(read, kind), _of_overlap(read, release)]
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
 
 
@@ -249,6 +249,16 @@ def _outside_masks(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str,
     """Attention backends under which accepted guesses may have seen others."""
     backend = _other_backend(read, _MASKING.get(kind, ()))
     yield "--attention-backend triton (it masks branches)", backend
+
+
+def _of_overlap(read: Callable[[str], Any], release: str) -> tuple[str, str]:
+    """What is expected and what came where a move of rows asks which they are when it is late.
+
+    By then the scheduler may have given the place in its table to another request.
+    """
+    expected = "--disable-overlap-schedule (else KV may be moved to rows of another request)"
+    is_late = older_release(release) and not read("disable_overlap_schedule")
+    return expected, f"SGLang {release}" if is_late else ""
 
 
 def _other_backend(read: Callable[[str], Any], backends: tuple[str, ...]) -> str:

@@ -55,6 +55,11 @@ def test_ngrams_are_served_where_attention_masks_branches(backend: str) -> None:
     check("NGRAM", attention_backend=backend)
 
 
+def test_ngrams_are_served_by_the_release_before_where_results_are_processed_at_once() -> None:
+    check("NGRAM", release="0.5.22", disable_overlap_schedule=True)
+    check("EAGLE", release="0.5.22")
+
+
 @pytest.mark.parametrize("algorithm", ["EAGLE", "NGRAM"])
 def test_tensor_parallel_ranks_are_served(algorithm: str) -> None:
     check(algorithm, tp_size=2)
@@ -98,6 +103,12 @@ REFUSED = [
         {**TREES, "disaggregation_mode": "prefill"},
         "--speculative-eagle-topk 1 (more without --disaggregation-mode) with",
         "8",
+    ),
+    (
+        "NGRAM",
+        {"release": "0.5.22"},
+        "--disable-overlap-schedule (else KV may be moved to rows of another request) with",
+        "SGLang 0.5.22",
     ),
     ("EAGLE3", {**TREES, "release": "0.5.22"}, "SGLang 0.5.23 (where guesses branch)", "0.5.22"),
     (
