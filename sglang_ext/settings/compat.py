@@ -33,7 +33,7 @@ from sglang_ext.settings.speculation import (
     KEYED_BY_PAIRS,
     OTHER_DRAFT,
     WITHOUT_SPECULATION,
-    outside_chains,
+    outside_branches,
     outside_rows,
     outside_speculation,
 )
@@ -167,7 +167,7 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     if resolved.model_kind == INDEXED:
         for expected, found in outside_index(resolved.values.get, config):
             _refuse(expected, found, f"change it, or {WITHOUT}")
-    model = resolved.model_kind, resolved.architecture, resolved.draft
+    model = resolved.model_kind, resolved.architecture, resolved.draft, resolved.release
     for expected, found in outside_speculation(resolved.values.get, config, *model):
         _refuse(expected, found, WITHOUT_SPECULATION)
     for expected, found in outside_rows(*resolved.rows):
@@ -204,13 +204,14 @@ def check_kind(name: str) -> None:
         _refuse(kind.expected, kind.found, kind.advice)
 
 
-def check_chains(read: Callable[[str], Any]) -> None:
-    """Refuses guesses that branch.
+def check_branches(read: Callable[[str], Any], kind: str) -> None:
+    """Refuses guesses that branch where that is not served.
 
     Args:
         read: one of SGLang's arguments by its name, as far as SGLang has resolved it.
+        kind: of the model, a key of `MODEL_KINDS`.
     """
-    for expected, found in outside_chains(read):
+    for expected, found in outside_branches(read, kind):
         _refuse(expected, found, WITHOUT_SPECULATION)
 
 

@@ -292,8 +292,10 @@ SERVED_MODES = (
         "tests/e2e/drafts/test_speculation.py",
     ),
     ServedMode(
-        "a draft model with KV of its own (EAGLE, NEXTN, EAGLE3, STANDALONE; chains only)",
-        "exact, at the saved position, the draft's KV with the target's; coded without loss, by "
+        "a draft model with KV of its own (EAGLE, NEXTN, EAGLE3, STANDALONE)",
+        "exact, at the saved position, the draft's KV with the target's; chains, and for models "
+        "with K and V of every head trees (`--speculative-eagle-topk` over 1), run by one rank and "
+        "by two; coded without loss, by "
         "one scheduler or several tensor parallel ranks, but not with data parallel attention; "
         "coded with `hier`, of models with K and V of every head, the draft's KV without loss "
         "(docs/codec.md), run with EAGLE by one rank; by one rank or several "
@@ -307,7 +309,8 @@ SERVED_MODES = (
         "of them on a GPU",
         "tests/e2e/drafts/test_speculation.py; tests/e2e/drafts/test_latent_drafts.py; "
         "tests/e2e/drafts/test_coded_drafts.py; tests/e2e/drafts/test_state_drafts.py; "
-        "tests/e2e/drafts/test_window_drafts.py; tests/property/drafts/test_verified_states.py; "
+        "tests/e2e/drafts/test_window_drafts.py; tests/property/drafts/test_late_results.py; "
+        "tests/property/drafts/test_verified_states.py; "
         "tests/property/drafts/test_rejected_windows.py",
     ),
     ServedMode(

@@ -2,6 +2,9 @@
 
 NGRAM has no draft model, and a page is what it is without it. The other algorithms' draft models
 have KV of their own, of the same tokens in the same rows, which is stored at a page's end.
+
+Guesses may branch. Then SGLang moves the model's KV of those that are right behind their root, and
+computes the draft's anew, before it tells which are right.
 """
 
 from __future__ import annotations
@@ -13,7 +16,14 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.indexed import KIND as INDEXED
 from sglang_ext.settings.lossless import any_codec, lossy_codec
 from sglang_ext.settings.model_kinds import STATE_KINDS
-from sglang_ext.settings.untried import adapters_and_sessions, has_attention_dp, on, outside
+from sglang_ext.settings.untried import (
+    NEWEST_RELEASE,
+    adapters_and_sessions,
+    has_attention_dp,
+    older_release,
+    on,
+    outside,
+)
 
 NGRAM = "NGRAM"
 EAGLE = "EAGLE"  # SGLang's name of NEXTN, too
@@ -34,6 +44,7 @@ OTHER_DRAFT = (
     "choose another draft model (or a --dtype, where that alone differs) or leave "
     "--speculative-algorithm out"
 )
+_NO_BACKEND = "none"
 _IN = " in "  # in front of a dtype
 WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
 
@@ -44,6 +55,7 @@ def outside_speculation(
     kind: str,
     architecture: str = "",
     draft: str = "",
+    release: str = "",
 ) -> Iterator[tuple[str, str]]:
     """What is expected and what came, of everything that was not tried with speculation.
 
@@ -53,6 +65,7 @@ def outside_speculation(
         kind: of the model, a key of ``MODEL_KINDS``.
         architecture: of the model.
         draft: that of its draft model; empty where there is none, or it is not known.
+        release: of SGLang; empty where it is not known.
     """
     algorithm = read("speculative_algorithm")
     if algorithm is None:
@@ -61,7 +74,7 @@ def outside_speculation(
         *adapters_and_sessions(read),
         _of_truncation(algorithm, config, kind),
         ("--hier-kv-tree-core python", config.tree_core),
-        _of_branches(read),
+        *_outside_trees(read, kind, release),
         ("no --speculative-adaptive", on(read("speculative_adaptive"))),
     ]
     if kind not in LATENT_KINDS or algorithm != EAGLE:
@@ -80,7 +93,7 @@ def outside_speculation(
     else:
         if kind not in ("mha", "mla"):
             found.append(("full attention in every layer", "a model with other layers"))
-        found += _outside_masks(read, kind)
+        found += [*_outside_masks(read, kind), _of_overlap(read, release)]
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
 
 
@@ -111,23 +124,40 @@ def _outside_codecs(
     yield "--hier-kv-slo-ms 0", f"{config.slo_ms:g}"
 
 
-def outside_chains(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+def outside_branches(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
     """What is expected and what came, of guesses that branch.
 
     Of `outside_speculation` it is what SGLang may say itself, by asking for pages of one token.
 
     Args:
         read: an argument's value by its name, as SGLang resolved it.
+        kind: of the model, a key of ``MODEL_KINDS``.
     """
     algorithm = read("speculative_algorithm")
     if algorithm is not None:
-        yield from outside([_of_branches(read)], f"with --speculative-algorithm {algorithm}")
+        # Where SGLang stopped before it chose a backend, that is not what it stopped for.
+        found = [row for row in _outside_trees(read, kind) if row[1] != _NO_BACKEND]
+        yield from outside(found, f"with --speculative-algorithm {algorithm}")
 
 
-def _of_branches(read: Callable[[str], Any]) -> tuple[str, Any]:
-    """With branches SGLang moves the KV of accepted tokens behind the tree's root."""
-    flag = "--speculative-eagle-topk 1" + _BRANCHES[read("speculative_algorithm") == NGRAM]
-    return flag, read("speculative_eagle_topk")
+def _outside_trees(
+    read: Callable[[str], Any], kind: str, release: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """What was not tried of guesses that branch."""
+    num_branches = read("speculative_eagle_topk")
+    if read("speculative_algorithm") == NGRAM:
+        yield "--speculative-eagle-topk 1 (--speculative-ngram-max-bfs-breadth 1)", num_branches
+        return
+    if (num_branches or 1) == 1:
+        return
+    one = "--speculative-eagle-topk 1"
+    if kind != "mha":
+        yield f"{one} (more with K and V of every head in every layer)", num_branches
+    if read("disaggregation_mode") not in (None, "null"):
+        yield f"{one} (more without --disaggregation-mode)", num_branches
+    yield f"{NEWEST_RELEASE} (where guesses branch)", older_release(release)
+    backend = _other_backend(read, _BRANCHING)
+    yield "--attention-backend triton, flashinfer or fa3 (where guesses branch)", backend
 
 
 def outside_rows(target: str, draft: str) -> Iterator[tuple[str, str]]:
@@ -207,18 +237,34 @@ def _outside_windows(
         yield "no --hier-kv-remote-url with window layers", "it"
 
 
-_BRANCHES = {False: "", True: " (--speculative-ngram-max-bfs-breadth 1)"}
 # Attention that leaves out the other branches of a tree of guesses, whatever breadth is named. The
 # corpus branches with breadth 1, too: where suffixes of several lengths go on in different ways.
 # Others take guesses for one chain then, and what is verified has attended to what was not.
 _MASKING = {"mha": ("triton", "flashinfer", "intel_amx", "cpu_extend"), "mla": ("triton",)}
+# Attention with which SGLang lets a draft model's guesses branch, in pages of many tokens.
+_BRANCHING = ("triton", "flashinfer", "fa3", "cpu_extend")
 
 
 def _outside_masks(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
     """Attention backends under which accepted guesses may have seen others."""
-    masking = _MASKING.get(kind, ())
+    backend = _other_backend(read, _MASKING.get(kind, ()))
+    yield "--attention-backend triton (it masks branches)", backend
+
+
+def _of_overlap(read: Callable[[str], Any], release: str) -> tuple[str, str]:
+    """What is expected and what came where a move of rows asks which they are when it is late.
+
+    By then the scheduler may have given the place in its table to another request.
+    """
+    expected = "--disable-overlap-schedule (else KV may be moved to rows of another request)"
+    is_late = older_release(release) and not read("disable_overlap_schedule")
+    return expected, f"SGLang {release}" if is_late else ""
+
+
+def _other_backend(read: Callable[[str], Any], backends: tuple[str, ...]) -> str:
+    """The first attention backend that is none of these, in words; empty where all are."""
     for name in ("prefill_attention_backend", "decode_attention_backend"):
-        backend = read(name) or read("attention_backend") or "none"
-        if backend not in masking:
-            yield "--attention-backend triton (it masks branches)", f"{backend}"
-            return
+        backend = read(name) or read("attention_backend") or _NO_BACKEND
+        if backend not in backends:
+            return f"{backend}"
+    return ""

@@ -20,6 +20,11 @@ DRAFTS = (
     *("--speculative-num-steps", "3", "--speculative-eagle-topk", "1"),
     *("--speculative-num-draft-tokens", "4"),
 )
+# Trees of eleven guesses, likewise three deep.
+TREES = (
+    *("--speculative-num-steps", "3", "--speculative-eagle-topk", "4"),
+    *("--speculative-num-draft-tokens", "12"),
+)
 
 
 def write_eagle_draft(folder: Path, *, noise: float = 0.0) -> Path:

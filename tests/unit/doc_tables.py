@@ -59,6 +59,11 @@ _MODES: dict[str, dict[str, Any]] = {
         "attention_backend": "triton",
     },
     "drafts of a model": {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 1},
+    "trees of drafts": {
+        "speculative_algorithm": "EAGLE",
+        "speculative_eagle_topk": 8,
+        "attention_backend": "triton",
+    },
     "drafts of EAGLE3": {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1},
     "adapters": {"enable_lora": True},
     "streaming sessions": {"enable_streaming_session": True},

@@ -1,4 +1,4 @@
-"""Draft tokens that a target model verifies, as its attention sees them."""
+"""Draft tokens as attention sees them: those of a tree's branches, and those that are verified."""
 
 from __future__ import annotations
 
@@ -35,3 +35,41 @@ def masks_of(forward_batch: Any) -> torch.Tensor | None:
     masks = masks[: forward_batch.batch_size * num * num].view(-1, num, num)
     chain = torch.ones(num, num, dtype=torch.bool).tril()
     return None if bool((masks == chain).all()) else masks
+
+
+def branch_rows(
+    req_to_token: torch.Tensor,
+    requests: torch.Tensor,
+    num_known: torch.Tensor,
+    num_drafted: int,
+    num_branches: int,
+    num_steps: int,
+    page_size: int,
+) -> torch.Tensor:
+    """Rows that each branch of each request attends to: the known tokens' and its own.
+
+    SGLang gives a branch whole pages behind the known tokens, and begins each with a copy of the
+    last page of these if that is not full.
+
+    Args:
+        req_to_token: i32 `[R, C]`, the rows of each request's tokens.
+        requests: i64 `[B]`, of the batch.
+        num_known: i64 `[B]`, tokens before the drafts.
+        num_drafted: tokens of a branch, that which is decoded among them.
+        num_branches: of a request.
+        num_steps: tokens for which a branch has rows.
+        page_size: tokens a page.
+
+    Returns:
+        `[B * num_branches, T]` for the longest request; behind a shorter one's rows any others.
+    """
+    longest = int(num_known.max()) + num_drafted if len(num_known) else 0
+    found = req_to_token[requests].repeat_interleave(num_branches, 0)[:, :longest]
+    for at, (request, known) in enumerate(zip(requests.tolist(), num_known.tolist(), strict=True)):
+        in_page = known % page_size
+        room = -(-(in_page + num_steps) // page_size) * page_size
+        for branch in range(num_branches):
+            start = known + branch * room
+            drafted = req_to_token[request, start : start + num_drafted]
+            found[at * num_branches + branch, known : known + num_drafted] = drafted
+    return found

@@ -13,19 +13,24 @@ import torch
 
 from . import NAME
 from .backend import CpuExtendAttnBackend
+from .drafts import branch_rows
 
 
 class DraftStepAttnBackend(CpuExtendAttnBackend):
-    """Decodes one of a draft model's steps.
+    """Decodes one of a draft model's steps, a token of each branch of each request.
 
     Args:
         model_runner: the draft model's.
-        step: how many of the draft's tokens precede the one that is decoded.
+        step: how many of a branch's tokens precede the one that is decoded.
+        num_branches: of each request.
+        num_steps: of the drafts, by which SGLang lays out the branches' rows.
     """
 
-    def __init__(self, model_runner: Any, step: int) -> None:
+    def __init__(self, model_runner: Any, step: int, num_branches: int, num_steps: int) -> None:
         super().__init__(model_runner)
         self._step = step
+        self._num_branches, self._num_steps = num_branches, num_steps
+        self._page_size: int = model_runner.page_size
 
     def forward_decode(
         self, q: Any, k: Any, v: Any, layer: Any, forward_batch: Any, *args: Any, **kwargs: Any
@@ -38,6 +43,30 @@ class DraftStepAttnBackend(CpuExtendAttnBackend):
             encoder_lens=None,
         )
         return super().forward_decode(q, k, v, layer, batch, *args, **kwargs)
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: torch.Tensor,
+        output: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        req_to_token: torch.Tensor,
+        req_pool_indices: torch.Tensor,
+        seq_lens: torch.Tensor,
+        *args: Any,
+        **options: Any,
+    ) -> torch.Tensor:
+        if self._num_branches > 1:
+            # To what decodes, each branch is a request of its own.
+            num_known = seq_lens - self._step - 1
+            sizes = self._num_branches, self._num_steps, self._page_size
+            rows = branch_rows(req_to_token, req_pool_indices, num_known, self._step + 1, *sizes)
+            req_to_token, req_pool_indices = rows, torch.arange(len(rows))
+            seq_lens = seq_lens.repeat_interleave(self._num_branches)
+        return super()._run_sdpa_forward_decode(
+            query, output, k_cache, v_cache, req_to_token, req_pool_indices, seq_lens,
+            *args, **options,
+        )  # fmt: skip
 
     def lengths_of(self, forward_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """As `CpuExtendAttnBackend.lengths_of`."""
@@ -52,9 +81,10 @@ class DraftAttnBackends:
         attn_backends: of the steps.
     """
 
-    def __init__(self, model_runner: Any, num_steps: int) -> None:
+    def __init__(self, model_runner: Any, num_branches: int, num_steps: int) -> None:
         self.attn_backends = [
-            DraftStepAttnBackend(model_runner, step) for step in range(num_steps - 1)
+            DraftStepAttnBackend(model_runner, step, num_branches, num_steps)
+            for step in range(num_steps - 1)
         ]
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
@@ -82,12 +112,7 @@ def prepare_speculation() -> None:
         runner = self.draft_model_runner
 
         def steps() -> tuple[str, Any]:
-            if self.topk != 1:
-                raise NotImplementedError(
-                    f"expected drafts that are chains, got --speculative-eagle-topk {self.topk}, "
-                    f"whose trees {NAME} does not draft; choose 1"
-                )
-            return NAME, DraftAttnBackends(runner, self.speculative_num_steps)
+            return NAME, DraftAttnBackends(runner, self.topk, self.speculative_num_steps)
 
         def extend() -> tuple[str, Any]:
             return NAME, CpuExtendAttnBackend(runner)

@@ -124,12 +124,16 @@ def verify_tree_greedy_cpu(
 
 
 def _parents(groups: Sequence[int], selected: Sequence[int], topk: int) -> list[int]:
-    """Each token's parent as an index into the tree; -1 of the root."""
+    """Each token's parent as an index into the tree; -1 of the root.
+
+    And of a token whose parent was not selected, as happens where their scores are equal: nothing
+    leads to it, so it is not accepted.
+    """
     place = {candidate: at for at, candidate in enumerate(selected, 1)}
     parents = [-1]
     for candidate in selected:
         group = candidate // topk
-        parents.append(0 if group == 0 else place[groups[group]])
+        parents.append(0 if group == 0 else place.get(groups[group], -1))
     return parents
 
 

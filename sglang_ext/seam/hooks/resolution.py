@@ -12,7 +12,7 @@ from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.model_kind import hybrid_stages, model_kind, rows_of
-from sglang_ext.settings.compat import Resolved, check_chains, check_kind, check_resolved
+from sglang_ext.settings.compat import Resolved, check_branches, check_kind, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import STATE_KINDS
 from sglang_ext.settings.speculation import NGRAM
@@ -47,14 +47,14 @@ def _resolve_and_check(resolve: Callable[[Any], None], server_args: Any) -> None
         resolve(server_args)
     except Exception as error:
         # What a hybrid model cannot have (pages of 64 tokens) may come from the plugin.
-        known = getattr(server_args, "_model_config", None)
+        known, kind = getattr(server_args, "_model_config", None), "mha"
         if known is not None:
             kind = model_kind(known)
             check_kind(kind)
             if kind in STATE_KINDS and isinstance(error, AssertionError):
                 raise _in_words(error, server_args) from error
-        # Nor does it let guesses branch with these pages, which is refused with any.
-        check_chains(partial(resolution_result, server_args))
+        # Nor does it let guesses branch with these pages but under some backends.
+        check_branches(partial(resolution_result, server_args), kind)
         raise
     config = HierKVConfig.from_dict(server_args._hier_kv)
     for warning in check_resolved(resolved(server_args), config):

@@ -3,8 +3,8 @@
 What is restored is compared with a device hit bit for bit, as is how many guesses of the draft are
 right; and what is stored is compared with the KV of the same tokens, computed without speculation.
 
-By default EAGLE runs on two ranks and with a weak draft, and n-grams on one; the long form has all,
-EAGLE3 and a whole model as a draft among them.
+By default EAGLE runs on two ranks, and on one with trees of guesses, as n-grams do; the long form
+has all, EAGLE3 and a whole model as a draft among them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from sglang_ext.device.layout import HEADER_BYTES, PageLayout
 from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.records.checks import seal
 from sglang_ext.tiers.records.record import MAGIC, parse_header
-from testkit.drafts.eagle import DRAFTS, write_eagle3_config, write_eagle_draft
+from testkit.drafts.eagle import DRAFTS, TREES, write_eagle3_config, write_eagle_draft
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS, WAYS
 from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
@@ -56,10 +56,16 @@ LENGTHS = [436, 512, 577]
 ANSWER = 24
 # Chats that come back from disk without their draft's KV.
 LOST = (1, 2)
+# How deep guesses go.
+STEPS = 3
 # Of the KV cache, of the draft's, too.
 FP8 = ["--kv-cache-dtype", "fp8_e4m3"]
+# SGLang reserves pages for each branch of a request.
+IN_TREES = [*TREES, "--max-total-tokens", "16384"]
 # Of ranks: with it each codes its share of a page, the draft's, too, into one store.
 CODED = ["--hier-kv-codec", "disk=lossless,remote=lossless"]
+# Of the prompts whose stored pages are compared the shortest one.
+FEWEST = 2
 # In float32, so that only another token can make another value.
 EXACT = ["--dtype", "float32", "--hier-kv-rope", "delta"]
 
@@ -75,16 +81,16 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def args_of(algorithm: str, drafts: dict[str, Path]) -> list[str]:
-    if algorithm.endswith("-in-fp8"):
-        return [*args_of(algorithm.removesuffix("-in-fp8"), drafts), *FP8]
-    if algorithm == "ngram":
-        return NGRAM
-    path = TINYLM if algorithm == "standalone" else drafts[algorithm]
-    name = "EAGLE" if algorithm == "weak" else algorithm.upper()
+    kind, _, how = algorithm.partition("-in-")
+    kv = FP8 if how == "fp8" else []
+    if kind == "ngram":
+        return [*NGRAM, *kv]
+    path = TINYLM if kind == "standalone" else drafts[kind]
+    name = "EAGLE" if kind == "weak" else kind.upper()
     args = ["--speculative-algorithm", name, "--speculative-draft-model-path", str(path)]
-    if algorithm == "eagle3":
+    if kind == "eagle3":
         args += ["--speculative-draft-load-format", "dummy"]
-    return [*args, *DRAFTS]
+    return [*args, *(IN_TREES if how == "trees" else DRAFTS), *kv]
 
 
 def server_of(folder: Path, args: Sequence[str], **options: Any) -> Server:
@@ -96,10 +102,15 @@ def server_of(folder: Path, args: Sequence[str], **options: Any) -> Server:
     return Server([*BASE, *tiers, *args], log_path=log, stop="kill", start_timeout_s=400, **options)
 
 
+def trees(kind: str) -> Any:
+    """The case in which the guesses of a draft branch."""
+    return pytest.param(f"{kind}-in-trees", marks=pytest.mark.newest_release)
+
+
 def guesses(answer: dict[str, Any]) -> tuple[int, int]:
-    """How many were right, and how many there were."""
+    """How many were right, and how many could have been, which of a tree are those of a branch."""
     facts = answer["meta_info"]
-    return facts["spec_num_correct_drafts"], facts["spec_num_proposed_drafts"]
+    return facts["spec_num_correct_drafts"], STEPS * facts["spec_verify_ct"]
 
 
 def turns(
@@ -130,20 +141,24 @@ def share(answers: Sequence[dict[str, Any]]) -> float:
     return sum(right for right, _ in pairs) / sum(proposed for _, proposed in pairs)
 
 
-@pytest.mark.sampled("ngram")
+@pytest.mark.sampled("ngram", "eagle-in-trees")
 @pytest.mark.parametrize(
-    "algorithm", ["eagle", "standalone", "eagle3", "ngram", "eagle-in-fp8", "ngram-in-fp8"]
+    "algorithm",
+    [
+        *("eagle", "standalone", "eagle3", "ngram", "eagle-in-fp8", "ngram-in-fp8"),
+        *(trees("eagle"), trees("standalone"), trees("eagle3")),
+    ],
 )
 def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
     algorithm: str, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
     args, off = args_of(algorithm, drafts), 0.0
-    kind = algorithm.removesuffix("-in-fp8")
+    kind, _, how = algorithm.partition("-in-")
     if kind == "ngram":
         # What it guesses depends on all that the process has said, and how many tokens are verified
         # at once on what it guesses: that rounds differently, which float32 keeps from mattering,
         # but where a value that is computed anew is rounded to 8 bits.
-        args, off = [*args, "--dtype", "float32"], 2e-3 if algorithm == kind else ROUNDING
+        args, off = [*args, "--dtype", "float32"], ROUNDING if how == "fp8" else 2e-3
     with server_of(tmp_path, args) as server:
         turns(server)
         settled(server)
@@ -164,7 +179,7 @@ def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
     lost = LOST if kind in DRAFT_LAYERS else ()
     if lost:
         texts = [text_of(hits, chat) for chat in lost]
-        item_bytes = 2 if algorithm == kind else 1
+        item_bytes = 1 if how == "fp8" else 2
         lose_draft_layers(tmp_path / "disk", DRAFT_LAYERS[kind], texts, item_bytes)
     with server_of(tmp_path, args) as server:
         from_disk = turns(server)
@@ -178,14 +193,30 @@ def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
         return
     for found, expected in ((from_dram, hits), (kept, kept_hits)):
         assert [guesses(answer) for answer in found] == [guesses(answer) for answer in expected]
-    if algorithm == "eagle3":
+    if kind == "eagle3":
         return  # random weights guess nothing
     assert min(share(lost_hits), share(hits)) > 0.5
     assert share(without) < share(lost_hits) - 0.1
 
 
+@pytest.mark.long
+@pytest.mark.newest_release
+def test_guesses_that_branch_are_those_of_sglang_alone(
+    drafts: dict[str, Path], tmp_path: Path
+) -> None:
+    """Behind prompts that are computed, and behind what the device has; the tokens, too."""
+    args = args_of("eagle-in-trees", drafts)
+    log = tmp_path / "plain.log"
+    with Server([*BASE, *args], log_path=log, stop="kill", start_timeout_s=400) as server:
+        wanted = [*turns(server), *turns(server)]
+    with server_of(tmp_path, args) as server:
+        found = [*turns(server), *turns(server)]
+    assert_same(found, wanted, 0.0)
+    assert [guesses(answer) for answer in found] == [guesses(answer) for answer in wanted]
+
+
 @pytest.mark.sampled("eagle")
-@pytest.mark.parametrize("algorithm", ["eagle", "ngram"])
+@pytest.mark.parametrize("algorithm", ["eagle", "ngram", trees("eagle")])
 def test_ranks_that_guess_agree_on_what_is_restored(
     algorithm: str, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -221,7 +252,7 @@ def test_ranks_that_guess_agree_on_what_is_restored(
         assert [by_tier(answer)[tier] for answer in found][::2] == reused[::2]
         assert_same(found, hits, off)
     assert all(rank["host"]["remote_coded_pages"] > 0 for rank in sent["tp_ranks"])
-    if algorithm == "eagle":
+    if algorithm != "ngram":
         # The prompt whose pairs are whole pages has its last one computed, and then replaced.
         counts = [rank["host"].get("restored_pages", 0) for rank in stored["tp_ranks"]]
         assert counts[0] == counts[1] > 0
@@ -314,7 +345,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Pa
         yield server, folder / "disk"
 
 
-@pytest.mark.parametrize("algorithm", ["weak", "ngram"])
+@pytest.mark.sampled("weak-in-trees", "ngram")
+@pytest.mark.parametrize("algorithm", ["weak", trees("weak"), "ngram"])
 def test_no_token_that_was_not_verified_is_in_a_stored_page(
     algorithm: str, drafts: dict[str, Path], plain: tuple[Server, Path], tmp_path: Path
 ) -> None:
@@ -331,11 +363,13 @@ def test_no_token_that_was_not_verified_is_in_a_stored_page(
     texts = [[*p, *a["output_ids"]] for p, a in zip(prompts, answers, strict=True)]
     texts += [[*p, *a["output_ids"]] for p, a in zip(short, ends, strict=True)]
     server, disk = plain
+    found = ask(server, prompts[FEWEST], 80)
+    assert found["output_ids"] == answers[FEWEST]["output_ids"]
     for text in texts:
         ask(server, text, 1)
     settled(server)
     stored, wanted = target_kv(tmp_path / "disk"), target_kv(disk)
-    of_pairs = algorithm == "weak"
+    of_pairs = algorithm != "ngram"
     compared, generated = 0, 0
     for text, prompt in zip(texts, [*prompts, *short], strict=True):
         keys = zip(

@@ -19,7 +19,7 @@ from sglang_ext.codec.calibration.calibrate import profile_from_planes
 from sglang_ext.codec.calibration.hf_capture import float_to_bits
 from sglang_ext.codec.calibration.options import CalibrationOptions
 from sglang_ext.seam.contract.symbols import SYMBOLS, Symbol
-from testkit.drafts.eagle import DRAFTS
+from testkit.drafts.eagle import DRAFTS, TREES
 from testkit.published_model import TOKENIZER_FILES
 from testkit.rank_requests import ENVIRONMENT
 from testkit.requests import flush_device
@@ -67,10 +67,16 @@ DRAFTS_WITH = {
     "taken: cut prompts": ["--hier-kv-truncation", "overflow"],
     "taken: a codec": ["--hier-kv-disk-dir", "@/disk", "--hier-kv-codec", "lossless"],
     "taken: hier": ["--hier-kv-disk-dir", "@/disk", "--hier-kv-codec", "hier"],
+    "taken: trees": ["--attention-backend", "triton", *TREES],
 }
-# Guesses that branch: SGLang itself has them with pages of one token alone, and asks for these.
+# Guesses that branch: SGLang itself has them under some backends alone, and else asks for pages of
+# one token.
 BRANCHES = {
-    "EAGLE": ([*EAGLE, "--speculative-eagle-topk", "4"], "--speculative-eagle-topk 1", "got 4;"),
+    "EAGLE": (
+        [*EAGLE, *TREES],
+        "--attention-backend triton, flashinfer or fa3 (where guesses branch)",
+        "got torch_native;",
+    ),
     "NGRAM": (
         ["--speculative-algorithm", "NGRAM"],
         "--speculative-eagle-topk 1 (--speculative-ngram-max-bfs-breadth 1)",

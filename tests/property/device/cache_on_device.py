@@ -29,6 +29,7 @@ from testkit.simulated.device import Cell, ConflictError, DeviceThreadError  # n
 from testkit.simulated.kernels import pool_cell  # noqa: E402
 from testkit.simulated.threaded import FollowedDeque, following_locks  # noqa: E402
 from tests.property.device.rough_device import RoughDevice, RoughLaunches  # noqa: E402
+from tests.property.drafts.branching_world import BranchingWorld  # noqa: E402
 from tests.property.drafts.late_world import LateWorld  # noqa: E402
 from tests.property.test_pairs_interleavings import PairsWorld  # noqa: E402
 from tests.property.worlds.queue_world import QueueWorld  # noqa: E402
@@ -243,6 +244,12 @@ class LateOnDevice(CacheOnDevice, LateWorld):
 
     What the device has not done yet is a matter of its streams here.
     """
+
+    may_lag = False
+
+
+class BranchesOnDevice(CacheOnDevice, BranchingWorld):
+    """The same of guesses that branch; it has many methods because `BranchingWorld` has."""
 
     may_lag = False
 

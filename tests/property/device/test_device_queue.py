@@ -16,6 +16,7 @@ import pytest
 from tests.long_form import count
 from tests.property.device import mistakes
 from tests.property.device.cache_on_device import (
+    BranchesOnDevice,
     CacheOnDevice,
     LateOnDevice,
     PairsOnDevice,
@@ -63,6 +64,11 @@ def late(folder: Path, patch: pytest.MonkeyPatch, seed: int) -> CacheOnDevice:
     return LateOnDevice(folder, patch, seed, with_disk=not seed % 2, of_pairs=True)
 
 
+def branches(folder: Path, patch: pytest.MonkeyPatch, seed: int) -> CacheOnDevice:
+    """The same with guesses that branch, of which the accepted ones are moved."""
+    return BranchesOnDevice(folder, patch, seed, with_disk=not seed % 2, of_pairs=True)
+
+
 MAKES: dict[str, Make] = {"queue": queue("write_through"), "pairs": pairs, "late": late}
 
 
@@ -102,14 +108,15 @@ def test_nothing_is_read_or_written_out_of_order_with_pairs(
     run(pairs(tmp_path, monkeypatch, seed), "loaded_pages", "saved_pages", "restored_pages")
 
 
-@pytest.mark.sampled("2")
+@pytest.mark.sampled("2-late")
+@pytest.mark.parametrize("make", [late, branches], ids=["late", "branches"])
 @pytest.mark.parametrize("seed", [2, 3])
 def test_nothing_is_read_or_written_out_of_order_behind_late_results(
-    seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    seed: int, make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown = ("loaded_pages", "saved_pages", "restored_pages")
     happened = ("ends with wrong guesses in flight", "retracts in flight")
-    run(late(tmp_path, monkeypatch, seed), *shown, *happened)
+    run(make(tmp_path, monkeypatch, seed), *shown, *happened)
 
 
 @mistakes.may_end_a_thread

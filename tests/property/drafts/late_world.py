@@ -60,7 +60,7 @@ MOST_HELD = 6  # steps that a save is late
 STOPS, OVERLAP_OFF, PROMPTS = 0.08, 0.15, 0.4
 NUM_PRINTS = 4
 DRAFT = LAYERS - 1  # the layer of the draft
-_GUESSED = 64  # added to what a row of the draft says of itself while it is from the draft alone
+GUESSED = 64  # added to what a row of the draft says of itself while it is from the draft alone
 
 Step = Callable[[], None]
 
@@ -169,9 +169,11 @@ class LateWorld(World):
         late: steps of the last forward that the device has not done yet.
         chunked: the request whose prompt is computed in parts.
         num_rejected: guesses.
+        reserved: rows that SGLang reserves behind what is committed.
         may_lag: whether the device and the saves may be behind; not where streams order them.
     """
 
+    reserved = RESERVED
     may_lag = True
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
@@ -278,7 +280,7 @@ class LateWorld(World):
 
         def draft() -> None:
             values = self.layer_values(DRAFT, guessed, end - 1)[start:]
-            self.put(DRAFT, rows[start:-1], values + _GUESSED)
+            self.put(DRAFT, rows[start:-1], values + GUESSED)
 
         def verify() -> None:
             self.require_own(req, rows[:start])
@@ -380,13 +382,13 @@ class LateWorld(World):
         if not live:
             return
         new, guessed, steps = zip(*(self.guess(req) for req in live), strict=True)
-        in_order = [each[at] for at in range(3) for each in steps]
+        in_order = [step for of_all in zip(*steps, strict=True) for step in of_all]
         self.launch(Launch(live, list(new), False, list(guessed)), in_order)
 
     def _reserve(self, req: LateRequest) -> bool:
         """Rows for two steps, as the last one's result is not there; False: it is retracted."""
         (start,), (end,), need = page_aligned_decode_alloc_lens(
-            [req], reserve=RESERVED, page_size=PAGE
+            [req], reserve=self.reserved, page_size=PAGE
         )
         rows = self.allocate(need)
         if rows is None:

@@ -1,8 +1,10 @@
 """Guesses that are heard of one step late, in random interleavings: none is in a stored page.
 
-See `late_world`. What was put wrong on purpose has to be noticed: what runs for a request that ends
-taken for verified, the token behind the last committed row taken for one, rows saved that were
-given back, and a result taken before its forward was over.
+See `late_world`, and of guesses that branch `branching_world`. What was put wrong on purpose has to
+be noticed: what runs for a request that ends taken for verified, the token behind the last
+committed row taken for one, rows saved that were given back, and a result taken before its forward
+was over. Of branches: the accepted one left where it was verified, and the draft's rows left as it
+guessed them.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.long_form import count
+from tests.property.drafts.branching_world import BranchingWorld
 from tests.property.drafts.late_world import LateRequest, LateWorld
 from tests.property.worlds.coverage import missing, run_until_all_seen, run_until_counted
 from tests.property.worlds.taint_world import PAGE, Request, Wrong
@@ -26,6 +30,7 @@ pytestmark = pytest.mark.usefixtures("scheduler_waits")
 
 ROUNDS = count(1, 8)  # and on until all is seen
 SEEDS = count(2, 6)
+TREE_SEEDS = count(1, 6)
 KEYS = {"tokens": False, "pairs": True}
 STORED = ("saved_pages", "loaded_pages", "promoted_pages", "evicted_pages")
 HAPPENED = (
@@ -85,11 +90,34 @@ class _TooEarly(LateWorld):
             super().process()
 
 
+class _TooEarlyInTrees(_TooEarly, BranchingWorld):
+    """The same of guesses that branch: their rows may be moved later."""
+
+
+class _StaysInItsBranch(BranchingWorld):
+    """What was accepted is not moved."""
+
+    def move_accepted(self, rows: torch.Tensor, path: list[int]) -> None:
+        pass
+
+
+class _StaysGuessed(BranchingWorld):
+    """The draft's rows are not computed anew from what was accepted."""
+
+    def extend(self, rows: torch.Tensor, known: list[int], start: int) -> None:
+        pass
+
+
 MISTAKES = {
     "runs-on": _RunsOn,
     "one-more": _OneMore,
     "given-back": _SavesWhatIsGivenBack,
     "too-early": _TooEarly,
+}
+MISTAKES_IN_TREES = {
+    "too-early-in-trees": _TooEarlyInTrees,
+    "stays-in-its-branch": _StaysInItsBranch,
+    "stays-guessed": _StaysGuessed,
 }
 # A row of a draft knows the token behind it, so with keys of pairs one more has no page of its own.
 NOT_WITH_PAIRS = "one-more"
@@ -99,6 +127,7 @@ CASES = [
     for keys in KEYS
     if (mistake, keys) != (NOT_WITH_PAIRS, "pairs")
 ]
+CASES += [(mistake, "pairs") for mistake in MISTAKES_IN_TREES]
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -106,7 +135,20 @@ CASES = [
 def test_no_guess_that_was_not_heard_of_is_in_a_stored_page(
     keys: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = LateWorld(tmp_path, monkeypatch, seed, of_pairs=KEYS[keys])
+    run(LateWorld(tmp_path, monkeypatch, seed, of_pairs=KEYS[keys]))
+
+
+@pytest.mark.sampled("pairs-*")
+@pytest.mark.parametrize("seed", range(TREE_SEEDS))
+@pytest.mark.parametrize("keys", KEYS)
+def test_of_guesses_that_branch_only_the_accepted_ones_are_in_stored_pages(
+    keys: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(BranchingWorld(tmp_path, monkeypatch, seed, of_pairs=KEYS[keys]), "moves")
+
+
+def run(world: LateWorld, *more: str) -> None:
+    """Rounds until all was seen, `more` among it."""
 
     def one_round() -> None:
         for _ in range(500):
@@ -115,7 +157,7 @@ def test_no_guess_that_was_not_heard_of_is_in_a_stored_page(
 
     def unseen() -> list[str]:
         few = ["rejected guesses"] if world.num_rejected <= 100 else []
-        return few + missing({**world.store.stats(), **world.counts}, (*STORED, *HAPPENED))
+        return few + missing({**world.store.stats(), **world.counts}, (*STORED, *HAPPENED, *more))
 
     try:
         run_until_all_seen(one_round, unseen, num_rounds=ROUNDS)
@@ -129,7 +171,8 @@ def test_no_guess_that_was_not_heard_of_is_in_a_stored_page(
 def test_a_mistake_is_noticed(
     mistake: str, keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    world = MISTAKES[mistake](tmp_path, monkeypatch, 0, of_pairs=KEYS[keys])
+    kinds = {**MISTAKES, **MISTAKES_IN_TREES}
+    world = kinds[mistake](tmp_path, monkeypatch, 0, of_pairs=KEYS[keys])
     try:
         with pytest.raises(Wrong):
             run_until_counted(world, ("saved_pages",), num_rounds=10)

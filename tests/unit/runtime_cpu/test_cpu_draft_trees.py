@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from runtime_cpu.plugins.sglang_cpu.drafts import branch_rows
 from tests.unit.runtime_cpu.stub_modules import load_stub
 
 # Parents of tokens 1, 2, ... of one tree; token 0 is the root.
@@ -88,3 +89,25 @@ def test_chains_and_trees_are_linked_as_their_candidates_say(choices: list[int])
     again = [torch.empty(num, dtype=torch.long), *(torch.empty(1, num).long() for _ in range(3))]
     module.reconstruct_indices_from_tree_mask(mask, torch.tensor([20]), *again, 1, num)
     assert all(a.equal(b) for a, b in zip(again, [positions, *links], strict=True))
+
+
+def test_a_token_whose_parent_was_not_selected_is_linked_to_none() -> None:
+    """Of candidates 0 to 3 the first two follow the root, and 2 and 3 follow candidate 0."""
+    module = load_stub("draft_trees")
+    parents = module._parents([-1, 0], [1, 2], 2)
+    assert parents == [-1, 0, -1]
+    child, sibling = (torch.full((3,), -1) for _ in range(2))
+    module._link(parents, child, sibling)
+    assert child.tolist() == [1, -1, -1]
+    assert sibling.tolist() == [-1, -1, -1]
+
+
+def test_a_branch_attends_to_what_is_known_and_to_rows_of_its_own() -> None:
+    """Pages of 4, two branches of 3 tokens; the first one goes on in the last known page."""
+    table = torch.arange(64, dtype=torch.int32).view(2, 32)
+    found = branch_rows(table, torch.tensor([0, 1]), torch.tensor([6, 4]), 2, 2, 3, 4)
+    assert found.shape == (4, 8)
+    known = list(range(6))
+    assert found[:2].tolist() == [[*known, 6, 7], [*known, 6 + 8, 7 + 8]]
+    known = list(range(32, 36))  # they end with a page, so one is enough for a branch
+    assert found[2:, :6].tolist() == [[*known, 36, 37], [*known, 36 + 4, 37 + 4]]

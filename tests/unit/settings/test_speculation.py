@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.settings.compat import Resolved, check_keys, check_resolved
+from sglang_ext.settings.compat import Resolved, check_branches, check_keys, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.speculation import WINDOW_TARGETS
 
@@ -22,11 +22,14 @@ def check(
     config: dict[str, Any] | None = None,
     architecture: str = "",
     draft: str = "",
+    release: str = "0.5.23",
     **more: Any,
 ) -> None:
     values = {"speculative_algorithm": algorithm, **CHAINS, **more}
     settings = replace(HierKVConfig(), **(config or {}))
-    resolved = Resolved(values, values, {}, kind, architecture=architecture, draft=draft)
+    resolved = Resolved(
+        values, values, {}, kind, architecture=architecture, draft=draft, release=release
+    )
     check_resolved(resolved, settings)
 
 
@@ -35,9 +38,26 @@ def test_chains_of_drafts_are_served(algorithm: str) -> None:
     check(algorithm)
 
 
+TREES: dict[str, Any] = {"speculative_eagle_topk": 8, "speculative_num_draft_tokens": 64}
+
+
+@pytest.mark.parametrize("backend", ["triton", "flashinfer", "fa3", "cpu_extend"])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE"])
+def test_trees_of_drafts_are_served_where_sglang_has_them_in_pages(
+    algorithm: str, backend: str
+) -> None:
+    check(algorithm, **TREES, attention_backend=backend)
+    check(algorithm, **TREES, attention_backend=backend, tp_size=2)
+
+
 @pytest.mark.parametrize("backend", ["triton", "flashinfer", "intel_amx", "cpu_extend"])
 def test_ngrams_are_served_where_attention_masks_branches(backend: str) -> None:
     check("NGRAM", attention_backend=backend)
+
+
+def test_ngrams_are_served_by_the_release_before_where_results_are_processed_at_once() -> None:
+    check("NGRAM", release="0.5.22", disable_overlap_schedule=True)
+    check("EAGLE", release="0.5.22")
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "NGRAM"])
@@ -72,7 +92,31 @@ CACHEGEN = "disk=hier,remote=cachegen-paper"
 
 OSS = {"kind": "swa", "architecture": "GptOssForCausalLM"}
 REFUSED = [
-    ("EAGLE", {"speculative_eagle_topk": 4}, "--speculative-eagle-topk 1 with", "4"),
+    (
+        "EAGLE",
+        {**TREES, "kind": "mla"},
+        "--speculative-eagle-topk 1 (more with K and V of every head in every layer) with",
+        "8",
+    ),
+    (
+        "EAGLE",
+        {**TREES, "disaggregation_mode": "prefill"},
+        "--speculative-eagle-topk 1 (more without --disaggregation-mode) with",
+        "8",
+    ),
+    (
+        "NGRAM",
+        {"release": "0.5.22"},
+        "--disable-overlap-schedule (else KV may be moved to rows of another request) with",
+        "SGLang 0.5.22",
+    ),
+    ("EAGLE3", {**TREES, "release": "0.5.22"}, "SGLang 0.5.23 (where guesses branch)", "0.5.22"),
+    (
+        "STANDALONE",
+        {**TREES, "decode_attention_backend": "fa4"},
+        "--attention-backend triton, flashinfer or fa3 (where guesses branch) with",
+        "fa4",
+    ),
     ("NGRAM", {"speculative_eagle_topk": 10}, "(--speculative-ngram-max-bfs-breadth 1)", "10"),
     ("EAGLE", {"enable_multi_layer_eagle": True}, "no --enable-multi-layer-eagle with", "it"),
     ("STANDALONE", {"speculative_adaptive": True}, "no --speculative-adaptive with", "it"),
@@ -211,6 +255,14 @@ def test_what_was_not_tried_is_refused_by_one_sentence(
     assert expected in sentence
     assert f"got {found}" in sentence
     assert sentence.count(". ") == 0
+
+
+def test_of_branches_sglang_is_told_what_it_refused_by_itself() -> None:
+    values = {"speculative_algorithm": "EAGLE", **TREES}
+    check_branches(values.get, "mha")  # it stopped for something else, before it chose a backend
+    check_branches({**values, "attention_backend": "triton"}.get, "mha")
+    with pytest.raises(HierKVConfigError, match=r"or fa3 .* got torch_native;"):
+        check_branches({**values, "attention_backend": "torch_native"}.get, "mha")
 
 
 CODECS = ["disk=lossless", "host=lossless,disk=lossless", "remote=lossless", "remote=zstd"]
