@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testkit.hybrids.image_model import DENSE_IMAGE_MODEL, IMAGE_MODEL, write_image_model
+from testkit.hybrids.image_model import IMAGE_MODEL, write_image_model
 from testkit.hybrids.state_model import STATE_MODELS, StateModel, write_state_model
 
 # What the other layers add to what is said, and how sharp attention is.
@@ -44,6 +44,11 @@ class DraftedModel:
         return self.kind.page_bytes // self.num_full
 
     @property
+    def takes_images(self) -> bool:
+        """Whether a prompt may have images in it."""
+        return self.kind.class_name.endswith("ForConditionalGeneration")
+
+    @property
     def page_bytes(self) -> int:
         """K and V of a page, the draft layer's behind the model's."""
         return self.kind.page_bytes + self.draft_bytes
@@ -55,9 +60,6 @@ DRAFTED_MODELS = {
     ),
     "qwen3_5": DraftedModel(
         STATE_MODELS["qwen3_5"], lambda folder: write_state_model(folder, "qwen3_5"), 1
-    ),
-    "qwen3_5_with_images": DraftedModel(
-        DENSE_IMAGE_MODEL, lambda folder: write_image_model(folder, DENSE_IMAGE_MODEL), 1
     ),
     "qwen3_5_moe": DraftedModel(IMAGE_MODEL, write_image_model, 1),
     "nemotron_h": DraftedModel(

@@ -23,6 +23,7 @@ from sglang_ext.device.layout import HEADER_BYTES
 from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.nextn import NEXTN
 from testkit.drafts.state_nextn import DRAFTED_MODELS, DraftedModel, write_drafted_model
+from testkit.images.vision_model import IMAGE, picture
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
@@ -43,6 +44,8 @@ from tests.e2e.hier_server import (
     real_prompts,
     settled,
 )
+from tests.e2e.images.image_prompts import Prompt, words
+from tests.e2e.images.image_prompts import ask as ask_with_images
 from tests.e2e.models.hybrid_answers import Computed, answers, cached, drop_device
 from tests.long_form import FACTOR
 
@@ -79,6 +82,8 @@ class Setup:
         env = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
         args = [*BASE, "--tp-size", str(self.num_ranks)]
         args += ["--mamba-track-interval", str(self.model.kind.grid)]
+        if self.model.takes_images:
+            args += ["--image-processor-backend", "pil"]
         if self.num_ranks > 1:
             env |= {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
         if not is_plain:
@@ -195,6 +200,25 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(name: str, tmp_pat
         check_tier(found, "remote", setup.places[1])
         check_same(found, more_hits)
         setup.check(server)
+        if setup.model.takes_images:
+            check_images(server)
+
+
+def check_images(server: Server) -> None:
+    """A prompt with an image is answered alike each time, and neither stored nor loaded."""
+    before = settled(server)["host"]
+    prompt = Prompt(words(3, 150) + IMAGE + words(4, 90), (picture(1),))
+    found = [ask_with_images(server, prompt) for _ in range(2)]
+    drop_device(server)
+    found.append(ask_with_images(server, prompt))
+    after = settled(server)["host"]
+    counted = [each.get("unnamed_image_requests", 0) for each in (before, after)]
+    assert counted[1] - counted[0] == len(found)
+    assert after["saved_pages"] == before["saved_pages"]
+    assert not any(
+        by_tier(one).get(tier, 0) for one in found for tier in ("host", "disk", "remote")
+    )
+    assert len({tuple(one["output_ids"]) for one in found}) == 1
 
 
 def check_computed(setup: Setup, told: Sequence[tuple[list[list[int]], list[Any]]]) -> None:
