@@ -133,8 +133,8 @@ MODEL_KINDS = {
         "Qwen3-Next); run on a CPU with a small model of each, those of "
         "Granite 4 and Nemotron-H without experts, by two ranks Qwen3-Next, Qwen3.5 and "
         "Nemotron-H, all three with a remote store; "
-        'prompts with images of Qwen3.5 (docs/compatibility.md, "Images"); Qwen3-Next with its '
-        "draft layer; "
+        'prompts with images of Qwen3.5 (docs/compatibility.md, "Images"); Qwen3-Next, Qwen3.5 and '
+        "Nemotron-H with their draft layers (the latter's without experts); "
         "Granite 4 and Falcon-H1 without "
         "`--cuda-graph-backend-prefill breakable`, SGLang's default on a GPU",
         "tests/e2e/models/test_states.py; tests/e2e/models/test_restored_kinds.py; "
@@ -300,13 +300,14 @@ SERVED_MODES = (
         "coded with `hier`, of models with K and V of every head, the draft's KV without loss "
         "(docs/codec.md), run with EAGLE by one rank; by one rank or several "
         "tensor parallel ones, for models with K and V of every head, and the draft layer (MTP) "
-        "of models of latent rows, with an index or without; by one rank and without codec or an "
-        "fp8 KV cache the draft layer of Qwen3-Next and no other draft, and, without a remote "
-        "store, gpt-oss with EAGLE3 (window layers in a pool of their own; the draft's KV with the "
-        "full layers'); prompts that are cut, computed anew behind each new cut (not with these "
-        "two); without adapters or sessions; codecs that lose nothing run by one rank and by two, "
-        "with a remote store, too; EAGLE3 run with random weights where all layers are full, none "
-        "of them on a GPU",
+        "of models of latent rows, with an index or without; of hybrids, without codec or an "
+        "fp8 KV cache, the draft layer of Qwen3-Next, Qwen3.5 (prompts with images are neither "
+        "stored nor loaded then) and Nemotron-H and no other draft of theirs, and gpt-oss with "
+        "EAGLE3 (window layers in a pool of their own; the draft's KV with the full layers'), all "
+        "of them run by one rank and by two, from a remote store, too; prompts that are cut, "
+        "computed anew behind each new cut (not of hybrids); without adapters or sessions; codecs "
+        "that lose nothing run by one rank and by two, with a remote store, too; EAGLE3 run with "
+        "random weights where all layers are full, none of them on a GPU",
         "tests/e2e/drafts/test_speculation.py; tests/e2e/drafts/test_latent_drafts.py; "
         "tests/e2e/drafts/test_coded_drafts.py; tests/e2e/drafts/test_state_drafts.py; "
         "tests/e2e/drafts/test_window_drafts.py; tests/property/drafts/test_late_results.py; "

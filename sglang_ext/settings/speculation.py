@@ -32,7 +32,14 @@ LATENT_KINDS = ("mla", INDEXED)
 # Without a second pool or a state: of these drafts were tried with codecs, and with cut prompts.
 WHOLE_KINDS = ("mha", *LATENT_KINDS)
 # Hybrids with a state a sequence whose draft layer was tried, and SGLang's name of that layer.
-DRAFTED_HYBRIDS = {"Qwen3NextForCausalLM": "Qwen3NextForCausalLMMTP"}
+DRAFTED_HYBRIDS = {
+    "Qwen3NextForCausalLM": "Qwen3NextForCausalLMMTP",
+    "Qwen3_5ForCausalLM": "Qwen3_5ForCausalLMMTP",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5ForCausalLMMTP",
+    "Qwen3_5ForConditionalGeneration": "Qwen3_5ForCausalLMMTP",
+    "Qwen3_5MoeForConditionalGeneration": "Qwen3_5ForCausalLMMTP",
+    "NemotronHForCausalLM": "NemotronHForCausalLMMTP",
+}
 # Half of the least distance at which SGLang keeps states.
 _MOST_GUESSES = 32
 # Of these EAGLE3 was tried, with a draft of full layers alone.
@@ -84,7 +91,7 @@ def outside_speculation(
     if algorithm != NGRAM:
         found += [
             *_outside_kinds(algorithm, kind, architecture),
-            *_outside_windows(read, config, kind),
+            *_outside_windows(read, kind),
             ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
@@ -202,7 +209,6 @@ def _outside_states(
     own_layer = DRAFTED_HYBRIDS.get(architecture, "")
     is_other = draft not in ("", own_layer) and is_tried
     yield f"its own draft layer ({own_layer})", f"a draft of {draft}" if is_other else ""
-    yield "--tp-size 1", read("tp_size") or 1
     # A state would lag behind the tokens that were verified, which lie in a ring.
     yield "no --enable-linear-replayssm-spec", on(read("enable_linear_replayssm_spec"))
     # Keys are of tokens, so a page's last row of the draft may have seen another token than the
@@ -222,19 +228,13 @@ def _outside_states(
     yield "--kv-cache-dtype auto", dtype if dtype.startswith("fp8") else ""
 
 
-def _outside_windows(
-    read: Callable[[str], Any], config: HierKVConfig, kind: str
-) -> Iterator[tuple[str, str]]:
+def _outside_windows(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
     """What was not tried with windows and drafts together, and is with each of them."""
     if kind != WINDOW_KIND:
         return
     dtype = str(read("kv_cache_dtype") or "auto")
     if dtype not in ("auto", "bf16", "bfloat16"):
         yield "--kv-cache-dtype auto with window layers", dtype
-    if (read("tp_size") or 1) > 1:
-        yield "--tp-size 1 with window layers", f"{read('tp_size')}"
-    if config.remote_url:
-        yield "no --hier-kv-remote-url with window layers", "it"
 
 
 # Attention that leaves out the other branches of a tree of guesses, whatever breadth is named. The

@@ -117,28 +117,59 @@ def selective_state_update(
     dt_bias: torch.Tensor,
     state_batch_indices: torch.Tensor,
     out: torch.Tensor,
+    intermediate_states_buffer: torch.Tensor | None = None,
+    intermediate_state_indices: torch.Tensor | None = None,
+    retrieve_parent_token: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> None:
-    """One more token of each sequence.
+    """One more token of each sequence, or guesses that are verified: `T` of each, a chain.
 
     Args:
-        state: `[S, H, P, N]`; those of the batch are written.
-        x: `[B, H, P]`.
-        dt: `[B, H, P]`, before bias and softplus.
+        state: `[S, H, P, N]`; those of the batch are written, but not with guesses.
+        x: `[B, H, P]`, of guesses `[B, T, H, P]`.
+        dt: as `x`, before bias and softplus.
         A: `[H, P, N]`, negative.
-        B: `[B, G, N]`.
-        C: `[B, G, N]`.
+        B: `[B, G, N]`, of guesses `[B, T, G, N]`.
+        C: as `B`.
         D: `[H, P]`.
         dt_bias: `[H, P]`.
         state_batch_indices: `[B]`, slots.
-        out: `[B, H, P]`, written.
+        out: as `x`, written.
+        intermediate_states_buffer: `[R, T, H, P, N]`, written with the state behind each guess.
+        intermediate_state_indices: `[B]`, rows of it.
+        retrieve_parent_token: of trees of guesses, which are not computed here; None.
         **kwargs: unused.
     """
+    assert retrieve_parent_token is None
+    behind = state[state_batch_indices].float()
+    if intermediate_states_buffer is None:
+        behind = _next_token(behind, x, dt, A, B, C, D, dt_bias, out)
+        state[state_batch_indices] = behind.to(state.dtype)
+        return
+    assert intermediate_state_indices is not None
+    rows = intermediate_state_indices.long()
+    for step in range(x.shape[1]):
+        tokens, steps, keys, queries, said = (each[:, step] for each in (x, dt, B, C, out))
+        behind = _next_token(behind, tokens, steps, A, keys, queries, D, dt_bias, said)
+        intermediate_states_buffer[rows, step] = behind.to(intermediate_states_buffer.dtype)
+
+
+def _next_token(
+    before: torch.Tensor,
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    D: torch.Tensor,
+    dt_bias: torch.Tensor,
+    out: torch.Tensor,
+) -> torch.Tensor:
+    """The states `[B, H, P, N]` behind a token of each sequence; writes what comes of it."""
     num_shared = x.shape[1] // B.shape[1]
     keys = B.float().repeat_interleave(num_shared, dim=1).unsqueeze(2)  # [B, H, 1, N]
     queries = C.float().repeat_interleave(num_shared, dim=1).unsqueeze(2)
     step = softplus(dt.float() + dt_bias.float()).unsqueeze(-1)  # [B, H, P, 1]
-    before = state[state_batch_indices].float()
     after = before * (step * A).exp() + step * x.float().unsqueeze(-1) * keys
-    state[state_batch_indices] = after.to(state.dtype)
     out.copy_((after * queries).sum(-1) + D.float() * x.float())
+    return after

@@ -2,13 +2,16 @@
 
 A page of the full layers holds the draft's layer behind them; window layers are kept where a prompt
 is resumed. What is restored is compared with a device hit bit for bit, as is how many guesses are
-right; without the draft's rows fewer are.
+right; without the draft's rows fewer are. Of two ranks the stores are late, each by its own chance,
+and SGLang's rank consensus checker is on: it ends the server when ranks decide differently.
+
+By default two ranks run; the long form has one, too, and compares with plain SGLang's own device
+hits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,23 +21,24 @@ import pytest
 from sglang_ext.device.layout import PageLayout
 from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.eagle import DRAFTS
-from testkit.drafts.eagle3 import (
-    LAYER_TYPES,
-    write_drafted_oss_model,
-    write_eagle3_config,
-    write_oss_draft,
-)
+from testkit.drafts.eagle3 import LAYER_TYPES, write_drafted_oss_model, write_oss_draft
+from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.requests import flush_device
 from testkit.server import Server
+from testkit.slow import ENV_JITTER
 from tests.e2e.drafts import test_speculation as speculation
-from tests.e2e.drafts.restored import check_restored, device_hits
-from tests.e2e.drafts.test_speculation import (
-    lose_part,
-    page_keys,
-    records,
-    share,
+from tests.e2e.drafts.restored import check_restored, check_same, device_hits
+from tests.e2e.drafts.test_speculation import lose_part, of_chats, page_keys, records, share
+from tests.e2e.hier_server import (
+    check_agreed,
+    clear_tiers,
+    connected,
+    ranks_of,
+    real_prompts,
+    settled,
 )
-from tests.e2e.hier_server import real_prompts, settled
+from tests.e2e.models.hybrid_answers import cached
+from tests.long_form import FACTOR
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -42,82 +46,38 @@ PAGE, HEADS, DIM = 64, 2, 32
 # Prompts of whole pages, and of a token more: with pairs those are whole pages. Behind the first
 # one an answer fills a page.
 LENGTHS, ANSWER = [436, 512, 577], 24
+KEPT, LOST = {0}, {1, 2}  # chats that come back from disk with their draft's KV, and without
 turns = partial(speculation.turns, lengths=LENGTHS, num_new=ANSWER)
-EAGLE3 = ["--speculative-algorithm", "EAGLE3", *DRAFTS]
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend"]
 BASE += ["--chunked-prefill-size", "256", "--max-running-requests", "6"]
-BASE += ["--max-total-tokens", "8192", "--enable-hier-kv", "--hier-kv-host-size", "0.05"]
-BASE += ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", "60000"]
-BASE += ["--hier-kv-write-policy", "write_through"]
+BASE += ["--max-total-tokens", "8192", "--speculative-algorithm", "EAGLE3", *DRAFTS]
+PLUGIN = ["--enable-hier-kv", "--hier-kv-host-size", "0.05"]
+PLUGIN += ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", "60000"]
+PLUGIN += ["--hier-kv-write-policy", "write_through"]
+PLUGIN += ["--hier-kv-disk-size", "0.5", "--hier-kv-disk-segment-size", "0.01"]
 
 
-@dataclass(frozen=True)
-class Kind:
-    """A target.
-
-    Attributes:
-        write: writes it into a new folder.
-        full: its layers with full attention.
-        window: those with a window.
-        guesses_well: whether there is a draft for it that does.
-    """
-
-    write: Callable[[Path], Path]
-    full: tuple[int, ...]
-    window: tuple[int, ...]
-    guesses_well: bool = False
+def layout_of(num_ranks: int) -> PageLayout:
+    """Where the full layers and the draft's lie in a page of one of the ranks."""
+    num_layers = LAYER_TYPES.count("full_attention") + 1
+    rows = (HEADS // num_ranks * DIM * 2,) * num_layers
+    return PageLayout(PAGE, rows, rows, 2)
 
 
-def _layers(of_window: Sequence[bool]) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    full, window = (
-        tuple(at for at, is_window in enumerate(of_window) if is_window == wanted)
-        for wanted in (False, True)
-    )
-    return full, window
-
-
-KINDS = {
-    "gpt-oss": Kind(
-        write_drafted_oss_model, *_layers([kind != "full_attention" for kind in LAYER_TYPES]), True
-    ),
-}
-
-
-def layout_of(kind: Kind, item_bytes: int, num_drafts: int = 1) -> PageLayout:
-    """Where the layers of a part lie."""
-    rows = (HEADS * DIM * item_bytes,) * (len(kind.full) + num_drafts)
-    return PageLayout(PAGE, rows, rows, item_bytes)
-
-
-def write(name: str, folder: Path) -> Kind:
-    """Writes a target and its draft; returns the kind."""
-    kind = KINDS[name]
-    kind.write(folder / "model")
-    if kind.guesses_well:
-        write_oss_draft(folder / "draft", folder / "model")
-    else:
-        write_eagle3_config(folder / "draft", folder / "model")
-    return kind
-
-
-def args_of(name: str, folder: Path) -> list[str]:
-    """Of a server that guesses."""
-    args = [*EAGLE3, "--speculative-draft-model-path", str(folder / "draft")]
-    if not KINDS[name].guesses_well:
-        args += ["--speculative-draft-load-format", "dummy"]
-    return args
-
-
-def server_of(folder: Path, *args: str, disk: str = "disk", **options: Any) -> Server:
-    tiers = ["--hier-kv-disk-dir", str(folder / disk), "--hier-kv-disk-size", "0.5"]
-    tiers += ["--hier-kv-disk-segment-size", "0.01"]
+def server_of(folder: Path, num_ranks: int, *, is_plain: bool = False) -> Server:
+    """One with the disk that the one before it left, and a store that several have."""
+    args = [*BASE, "--tp-size", str(num_ranks)]
+    args += ["--speculative-draft-model-path", str(folder / "draft")]
+    if not is_plain:
+        args += [*PLUGIN, "--hier-kv-disk-dir", str(folder / "disk")]
+        args += ["--hier-kv-remote-url", f"file://{folder / 'store'}?size=1GB"]
     return Server(
-        [*BASE, *(tiers if disk else []), *args],
+        args,
         model=folder / "model",
         log_path=folder / "server.log",
         stop="kill",
         start_timeout_s=400,
-        **options,
+        env={} if num_ranks == 1 else {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)},
     )
 
 
@@ -132,9 +92,9 @@ def texts_of(answers: Sequence[dict[str, Any]]) -> list[list[int]]:
     ]
 
 
-def lose_draft_rows(folder: Path, kind: Kind, texts: Sequence[Sequence[int]]) -> int:
-    """Zeros in the place of the draft's rows in the full layers' records; how many."""
-    layout, num = layout_of(kind, 2), 0
+def lose_draft_rows(folder: Path, num_ranks: int, texts: Sequence[Sequence[int]]) -> None:
+    """Zeros in the place of the draft's rows in the full layers' records, which stay sound."""
+    layout, num = layout_of(num_ranks), 0
     keys = {key for text in texts for key in page_keys(text, of_pairs=True)}
     for path, start, record in list(records(folder)):
         if parse_header(record)[0].page_hash not in keys:
@@ -142,32 +102,62 @@ def lose_draft_rows(folder: Path, kind: Kind, texts: Sequence[Sequence[int]]) ->
         assert record[layout.k_offsets[-1] : layout.tail_offset].any()
         lose_part(path, start, record, layout.k_offsets[-1], layout.tail_offset)
         num += 1
-    return num
+    assert num >= num_ranks * sum(len(text) // PAGE - 1 for text in texts)
 
 
-@pytest.mark.sampled("gpt-oss")
-@pytest.mark.parametrize("name", KINDS)
-def test_what_is_restored_answers_and_guesses_as_a_device_hit(name: str, tmp_path: Path) -> None:
-    kind = write(name, tmp_path)
-    args = args_of(name, tmp_path)
-    with server_of(tmp_path, *args) as server:
+def check_ranks(server: Server, num_ranks: int) -> None:
+    """Every rank has whole pages of its own shape, none failed, and all decided alike."""
+    for rank in ranks_of(settled(server)):
+        assert rank["slot_bytes"] == layout_of(num_ranks).slot_bytes
+        assert rank["host"]["loaded_pages"] > 0
+        for failures in ("save_failures", "load_failures", "remote_failed_pages"):
+            assert rank["host"].get(failures, 0) == 0
+    if num_ranks > 1:
+        check_agreed(server.log(), num_ranks)
+
+
+@pytest.mark.sampled("2")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_what_is_restored_answers_and_guesses_as_a_device_hit(
+    num_ranks: int, tmp_path: Path
+) -> None:
+    write_drafted_oss_model(tmp_path / "model")
+    write_oss_draft(tmp_path / "draft", tmp_path / "model")
+    (tmp_path / "store").mkdir()
+    with server_of(tmp_path, num_ranks) as server:
+        connected(server)
         hits = device_hits(server, turns)
         flush_device(server)
         check_restored(turns(server), hits, "host")
-        found = settled(server)
-        assert found["host"]["saved_windows"] > 0
-        # The prompt whose pairs are whole pages has its last one computed, and then replaced.
-        assert found["host"]["restored_pages"] > 0
-        assert found["slot_bytes"] == layout_of(kind, 2).slot_bytes
-    with server_of(tmp_path, *args) as server:  # after a kill -9
-        check_restored(turns(server), hits, "disk")
-        settled(server)
+        for rank in ranks_of(settled(server)):
+            assert rank["host"]["saved_windows"] > 0
+            # The prompt whose pairs are whole pages has its last one computed, and then replaced.
+            assert rank["host"]["restored_pages"] > 0
+        check_ranks(server, num_ranks)
+    assert share(hits) > 0.3
+    if FACTOR:
+        with server_of(tmp_path, num_ranks, is_plain=True) as server:
+            check_plain(server, hits)
     texts = texts_of(hits)
-    assert lose_draft_rows(tmp_path / "disk", kind, texts) >= sum(len(t) // PAGE - 1 for t in texts)
-    with server_of(tmp_path, *args) as server:
-        without = turns(server)
-    assert [answer["output_ids"] for answer in without] == [hit["output_ids"] for hit in hits]
-    print(name, f"{share(hits):.3f} of guesses right, {share(without):.3f} without the draft's KV")
-    if kind.guesses_well:
-        assert share(hits) > 0.3
-        assert share(without) < share(hits) - 0.1
+    lose_draft_rows(tmp_path / "disk", num_ranks, [texts[chat] for chat in LOST])
+    with server_of(tmp_path, num_ranks) as server:  # after a kill -9
+        connected(server)
+        found = turns(server)
+        check_restored(of_chats(found, KEPT), of_chats(hits, KEPT), "disk")
+        without, lost_hits = of_chats(found, LOST), of_chats(hits, LOST)
+        assert [one["output_ids"] for one in without] == [hit["output_ids"] for hit in lost_hits]
+        print(f"{share(lost_hits):.3f} of guesses right, {share(without):.3f} without the KV")
+        assert share(without) < share(lost_hits) - 0.1
+        clear_tiers(server)
+        check_restored(turns(server), hits, "remote")  # what the first server put into the store
+        check_ranks(server, num_ranks)
+
+
+def check_plain(server: Server, hits: Sequence[dict[str, Any]]) -> None:
+    """Device hits are plain SGLang's, whose third answers are asked for as `device_hits` does."""
+    turns(server)
+    flush_device(server)
+    turns(server)
+    plain = turns(server)
+    assert cached(plain) == cached(hits)
+    check_same(plain, hits)

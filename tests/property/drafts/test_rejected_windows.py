@@ -2,20 +2,23 @@
 
 A verification writes rows of both pools for all tokens that were guessed, and of the draft's, which
 are the full layers'. Keys are of pairs, so where a prompt is resumed is a token further on than
-without a draft. See `test_rejected_drafts.py` of what is compared.
+without a draft. See `test_rejected_drafts.py` of what is compared. Several ranks, each with stores
+of its own, go on from one place, too.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.long_form import count
+from tests.long_form import FACTOR, count
 from tests.property.drafts.guesses import Guessing
 from tests.property.worlds.coverage import missing, run_until_all_seen
+from tests.property.worlds.hybrid_ranks import RemoteWindowRank, WindowRank, run_alike
 from tests.property.worlds.window_world import Request, WindowWorld, WrongKVError
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
@@ -42,6 +45,14 @@ class DraftingWindows(Guessing, WindowWorld):
         if req.num_decoded >= self.window:
             self.cache.release_swa_prefix_lock(req)
         req.num_decoded += 1
+
+
+class DraftingRank(DraftingWindows, WindowRank):
+    """One of several ranks, with a disk."""
+
+
+class RemoteDraftingRank(DraftingWindows, RemoteWindowRank):
+    """One of several ranks, with a remote store."""
 
 
 @pytest.fixture
@@ -81,3 +92,32 @@ def test_a_rejected_guess_that_is_taken_for_verified_is_noticed(
     world = make(0, _KeepsRejected)
     with pytest.raises(WrongKVError):
         run_until_all_seen(world.one_round, lambda: ["a mistake"], num_rounds=10)
+
+
+RANKS: list[tuple[Any, dict[str, Any]]] = [
+    (DraftingRank, {"window": 6}),
+    (RemoteDraftingRank, {"window": 7, "behaviour": {"lies": 0.1, "dies": 0.03}}),
+]
+
+
+@pytest.mark.sampled("RemoteDraftingRank-*")
+@pytest.mark.parametrize("seed", range(SEEDS))
+@pytest.mark.parametrize(("kind", "options"), RANKS)
+def test_ranks_that_guess_go_on_from_one_place(
+    kind: Any,
+    options: dict[str, Any],
+    seed: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Each loses pages of its own: all rows that a request attends to are its own."""
+    caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
+    own: list[dict[str, Any]] = [{"host_pages": 30}, {"host_pages": 22}]
+    ranks = run_alike(
+        kind, tmp_path, monkeypatch, seed=seed, own=own, num_loads=count(2, 40), **options
+    )
+    print(seed, [(rank.counts, rank.num_lost, rank.num_rejected) for rank in ranks])
+    assert ranks[0].num_rejected == ranks[1].num_rejected
+    if FACTOR:  # of a few loads chance decides what they come to
+        assert all(rank.num_lost and rank.num_rejected for rank in ranks)

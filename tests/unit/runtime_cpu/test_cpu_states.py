@@ -117,6 +117,36 @@ def test_an_update_is_the_recurrence() -> None:
     assert torch.equal(pool[others], before[others])
 
 
+def test_verified_guesses_are_the_recurrence_and_have_its_states() -> None:
+    """Each state behind a guess is kept apart; that of the sequence is left as it is."""
+    num_guesses, slots, rows = 3, torch.tensor([4, 1]), torch.tensor([1, 0])
+    chains = [made(num_guesses)[0] for _ in slots]
+    inputs = {name: torch.stack([chain[name] for chain in chains]) for name in chains[0]}
+    _, weights = made(1)
+    pool, out = torch.randn(6, H, P, N), torch.empty(2, num_guesses, H, P)
+    before, kept = pool.clone(), torch.empty(2, num_guesses, H, P, N)
+    state_space.selective_state_update(
+        pool,
+        inputs["x"],
+        inputs["dt"][..., None].expand(-1, -1, -1, P),
+        weights["A"][:, None, None].expand(-1, P, N),
+        inputs["B"],
+        inputs["C"],
+        weights["D"][:, None].expand(-1, P),
+        dt_bias=weights["dt_bias"][:, None].expand(-1, P),
+        state_batch_indices=slots,
+        out=out,
+        disable_state_update=True,
+        intermediate_states_buffer=kept,
+        intermediate_state_indices=rows,
+    )
+    assert torch.equal(pool, before)
+    for i, slot in enumerate(slots.tolist()):
+        found, states = recurrence(chains[i], weights, before[slot])
+        torch.testing.assert_close(out[i], found, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(kept[rows[i]], torch.stack(states[1:]), atol=1e-4, rtol=1e-4)
+
+
 def convolved(seen: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """`[D, T]` behind W - 1 inputs; silu."""
     num = seen.shape[1] - W + 1

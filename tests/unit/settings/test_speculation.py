@@ -10,7 +10,7 @@ import pytest
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.compat import Resolved, check_branches, check_keys, check_resolved
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.settings.speculation import WINDOW_TARGETS
+from sglang_ext.settings.speculation import DRAFTED_HYBRIDS, WINDOW_TARGETS
 
 CHAINS: dict[str, Any] = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}
 CHAINS["attention_backend"] = "triton"
@@ -74,14 +74,18 @@ def test_draft_layers_of_models_with_latent_rows_are_served(kind: str) -> None:
 STATES: dict[str, Any] = {"kind": "state", "architecture": "Qwen3NextForCausalLM"}
 
 
-def test_the_draft_layer_of_a_model_with_states_is_served() -> None:
-    check("EAGLE", **STATES, speculative_accept_threshold_single=1.0, kv_cache_dtype="auto")
-    check("EAGLE", **STATES, draft="Qwen3NextForCausalLMMTP")
+@pytest.mark.parametrize(("architecture", "draft"), DRAFTED_HYBRIDS.items())
+def test_the_draft_layer_of_a_model_with_states_is_served(architecture: str, draft: str) -> None:
+    states: dict[str, Any] = {"kind": "state", "architecture": architecture}
+    check("EAGLE", **states, speculative_accept_threshold_single=1.0, kv_cache_dtype="auto")
+    check("EAGLE", **states, draft=draft, tp_size=8, config={"remote_url": "file:///d"})
 
 
 @pytest.mark.parametrize("architecture", WINDOW_TARGETS)
 def test_eagle3_is_served_where_layers_have_windows(architecture: str) -> None:
     check("EAGLE3", "swa", architecture=architecture, attention_backend="fa3")
+    config = {"remote_url": "file:///d"}
+    check("EAGLE3", "swa", config, architecture=architecture, tp_size=2)
 
 
 def test_drafts_of_a_model_are_served_whatever_masks() -> None:
@@ -138,13 +142,6 @@ REFUSED = [
     ),
     ("EAGLE3", {"kind": "swa of two shapes"}, "K and V of every head or latent rows in every", "a"),
     ("EAGLE3", {**OSS, "kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto with", "fp8_e4m3"),
-    ("EAGLE3", {**OSS, "tp_size": 2}, "--tp-size 1 with window layers with", "2"),
-    (
-        "EAGLE3",
-        {**OSS, "config": {"remote_url": "file:///d"}},
-        "no --hier-kv-remote-url with",
-        "it",
-    ),
     ("EAGLE3", {**OSS, "config": {"codec": "lossless"}}, "--hier-kv-codec none with", "lossless"),
     ("EAGLE3", {**OSS, "config": {"truncation": "overflow"}}, "--hier-kv-truncation off", "over"),
     ("EAGLE3", {**OSS, "tp_size": 2, "attn_dp_size": 2}, "no data parallel attention with", "it"),
@@ -171,11 +168,11 @@ REFUSED = [
     ("EAGLE", {"config": {"tree_core": "rust"}}, "--hier-kv-tree-core python with", "rust"),
     (
         "EAGLE",
-        {"kind": "state", "architecture": "NemotronHForCausalLM"},
-        "of hybrids with states Qwen3NextForCausalLM with",
-        "NemotronHForCausalLM",
+        {"kind": "state", "architecture": "FalconH1ForCausalLM"},
+        f"of hybrids with states {', '.join(DRAFTED_HYBRIDS)} with",
+        "FalconH1ForCausalLM",
     ),
-    ("EAGLE", {"kind": "state"}, "of hybrids with states Qwen3NextForCausalLM with", "another"),
+    ("EAGLE", {"kind": "state"}, "of hybrids with states Qwen3NextForCausalLM, ", "another"),
     ("EAGLE", {"kind": "state beside latent rows"}, "K and V of every head or latent rows", "a"),
     ("NGRAM", STATES, "full attention in every layer with", "a model with other layers"),
     ("EAGLE3", STATES, "K and V of every head (with states EAGLE) with", "a model of states"),
@@ -204,7 +201,12 @@ REFUSED = [
         "its own draft layer (Qwen3NextForCausalLMMTP) with",
         "a draft of LlamaForCausalLMEagle",
     ),
-    ("EAGLE", {**STATES, "tp_size": 2}, "--tp-size 1 with", "2"),
+    (
+        "EAGLE",
+        {"kind": "state", "architecture": "Qwen3_5ForCausalLM", "draft": "Qwen3NextForCausalLMMTP"},
+        "its own draft layer (Qwen3_5ForCausalLMMTP) with",
+        "a draft of Qwen3NextForCausalLMMTP",
+    ),
     ("EAGLE", {**STATES, "kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto with", "fp8_e4m3"),
     ("EAGLE", {**STATES, "attn_dp_size": 2, "tp_size": 2}, "no data parallel attention", "it"),
     ("EAGLE", {**STATES, "config": {"codec": "lossless"}}, "--hier-kv-codec none", "lossless"),
