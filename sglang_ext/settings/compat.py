@@ -286,8 +286,12 @@ def _check_captured_prefills(read: Callable[[str], Any], kind: str, architecture
 
 
 def _of_hybrid_ranks(read: Callable[[str], Any], architecture: str) -> list[tuple[str, Any]]:
-    """(what is expected, what was found) of stages."""
-    return [("--pp-size 1", 1 if architecture in STAGED_HYBRIDS else read("pp_size") or 1)]
+    """(what is expected, what was found) of stages, and of nodes with these."""
+    num_stages, num_nodes = read("pp_size") or 1, read("nnodes") or 1
+    return [
+        ("--pp-size 1", 1 if architecture in STAGED_HYBRIDS else num_stages),
+        ("one node for pipeline stages", "several" if min(num_stages, num_nodes) > 1 else ""),
+    ]
 
 
 def _check_gateway(read: Callable[[str], Any], config: HierKVConfig, release: str = "") -> None:

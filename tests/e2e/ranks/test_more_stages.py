@@ -1,10 +1,10 @@
 """Pipeline stages of latent rows, with states, four of them, with a store, and with coded pages.
 
-And stages of two tensor parallel ranks each, on one node (`test_stages.py` has them on two), and
-hybrids' on two. Page stores are late, each by its own chance. What is restored is compared bit for
-bit with plain SGLang's own device hits with the same flags, and so is what is computed where one
-rank alone has lost its pages. Where the disk of one rank is slow all compute, and where that rank
-is killed the server ends. SGLang's rank consensus checker is on.
+And stages of two tensor parallel ranks each, on one node (`test_stages.py` has them on two). Page
+stores are late, each by its own chance. What is restored is compared bit for bit with plain
+SGLang's own device hits with the same flags, and so is what is computed where one rank alone has
+lost its pages. Where the disk of one rank is slow all compute, and where that rank is killed the
+server ends. SGLang's rank consensus checker is on.
 
 By default latent rows with a remote store, and states beside latent rows; the long form has all
 `WAYS`.
@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -30,11 +29,10 @@ from testkit.hybrids.oss_model import HEAD_DIM, KV_HEADS, NUM_FULL_LAYERS, write
 from testkit.hybrids.state_model import DEEP_QWEN, STATE_MODELS, StateModel, write_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS, answer_of
 from testkit.requests import by_tier
-from testkit.server import ServerError
+from testkit.server import Server, ServerError
 from testkit.slow import ENV_JITTER, ENV_SPEED_FILE
 from tests.e2e.hier_server import GIB, PAGE, SLOT_BYTES, ask, real_prompts
 from tests.e2e.models.hybrid_answers import branching_prompts
-from tests.e2e.nodes import Nodes
 from tests.e2e.ranks.untied_model import write_untied_model
 from tests.e2e.remote.test_remote import eventually
 
@@ -68,7 +66,6 @@ class Way:
         model_args: of its servers with the plugin and without.
         env: of these.
         lengths: of prompts. Behind one of whole pages SGLang has no state for the same prompt.
-        num_nodes: over which its servers with the plugin are spread.
     """
 
     write: Callable[[Path], Path]
@@ -82,7 +79,6 @@ class Way:
     model_args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     lengths: tuple[int, ...] = LENGTHS
-    num_nodes: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -160,9 +156,6 @@ WAYS = {
     "windows-coded": replace(_WINDOWS, args=["--hier-kv-codec", "lossless"]),
     "windows-ranks-remote": replace(_WINDOWS, tp_size=2, tier="remote"),
     "states-ranks-remote": _with_states(_NEMOTRON, (5, 5), tp_size=2, tier="remote"),
-    "states-ranks-on-nodes": _with_states(_NEMOTRON, (5, 5), tp_size=2, num_nodes=2),
-    "latent-states-on-nodes": _latent_with_states(num_nodes=2),
-    "windows-ranks-on-nodes": replace(_WINDOWS, tp_size=2, num_nodes=2),
 }
 
 
@@ -181,7 +174,7 @@ class Setup:
         pool: int = 4096,
         more: Sequence[str] = (),
         env: dict[str, str] | None = None,
-    ) -> Nodes:
+    ) -> Server:
         """A server with DRAM for so many pages of the largest stage; a plain one for none.
 
         Args:
@@ -191,34 +184,30 @@ class Setup:
             env: variables beside the others.
         """
         way = self.way
-        args = [*BASE, "--attention-backend", way.attention]
+        args = [*BASE, "--tp-size", str(way.tp_size), "--pp-size", str(way.num_stages)]
+        args += ["--attention-backend", way.attention]
         args += ["--max-total-tokens", str(pool), *way.model_args]
         layers = ",".join(map(str, way.layers))
         cores = "|".join(str(rank % 2) for rank in range(way.num_ranks))
         env = {**ENVIRONMENT, **way.env, "SGLANG_PP_LAYER_PARTITION": layers, **(env or {})}
         env["SGLANG_CPU_OMP_THREADS_BIND"] = cores
         if host_pages:
-            ranks_of_node = way.num_ranks // way.num_nodes
-            host_gib = ranks_of_node * (host_pages + 0.5) * way.slot_bytes / GIB
+            host_gib = way.num_ranks * (host_pages + 0.5) * way.slot_bytes / GIB
             args += ["--enable-hier-kv", "--enable-metrics"]
             args += ["--hier-kv-host-size", f"{host_gib:.9f}"]
             args += ["--hier-kv-prefetch-policy", "wait_complete"]
             args += ["--hier-kv-write-policy", "write_through"]
             args += [*way.args, *self._tier(), *more]
             env[ENV_JITTER] = str(JITTER_MS)
-        return Nodes(
-            args,
-            self.folder,
-            env=env,
-            ranks=["--tp-size", str(way.tp_size), "--pp-size", str(way.num_stages)],
-            model=self.model,
-            num=way.num_nodes if host_pages else 1,
-            has_disk=bool(host_pages) and way.tier == "disk",
+        log = self.folder / "server.log"
+        return Server(
+            args, model=self.model, log_path=log, env=env, stop="kill", start_timeout_s=PATIENCE_S
         )
 
     def _tier(self) -> list[str]:
         if self.way.tier == "disk":
-            return ["--hier-kv-disk-size", "1", "--hier-kv-disk-segment-size", "0.01"]
+            disk = ["--hier-kv-disk-dir", str(self.folder / "disk"), "--hier-kv-disk-size", "1"]
+            return [*disk, "--hier-kv-disk-segment-size", "0.01"]
         self.shared.mkdir(exist_ok=True)
         return ["--hier-kv-remote-url", f"file://{self.shared}?size=1GB"]
 
@@ -250,25 +239,25 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     way, folder = WAYS[request.param], tmp_path_factory.mktemp(request.param)
     setup = Setup(way, way.write(folder / "model"), folder)
     prompts = list(real_prompts(way.lengths, seed=3))
-    with setup.server() as plain:
-        computed = [ask(plain.head, prompt) for prompt in prompts]
-        on_device = [ask(plain.head, prompt) for prompt in prompts]
-    with setup.server(host_pages=200) as nodes:
-        eventually(partial(is_connected, nodes, way))
+    with setup.server() as server:
+        computed = [ask(server, prompt) for prompt in prompts]
+        on_device = [ask(server, prompt) for prompt in prompts]
+    with setup.server(host_pages=200) as server:
+        eventually(partial(is_connected, server, way))
         for prompt in prompts:
-            ask(nodes.head, prompt)
-        flush(nodes)  # waits for the saves of each rank
-        from_host = [ask(nodes.head, prompt) for prompt in prompts]
-        eventually(partial(is_kept, nodes, way))
+            ask(server, prompt)
+        flush(server)  # waits for the saves of each rank
+        from_host = [ask(server, prompt) for prompt in prompts]
+        eventually(partial(is_kept, server, way))
     return Run(setup, prompts, computed, on_device, from_host)
 
 
 @pytest.fixture(scope="module")
-def restarted(run: Run) -> Iterator[Nodes]:
+def restarted(run: Run) -> Iterator[Server]:
     """With little room, on what the one before left when it was killed."""
-    with run.setup.server(host_pages=30, pool=1536) as nodes:
-        eventually(partial(is_connected, nodes, run.setup.way))
-        yield nodes
+    with run.setup.server(host_pages=30, pool=1536) as server:
+        eventually(partial(is_connected, server, run.setup.way))
+        yield server
 
 
 def test_a_hit_from_dram_is_what_the_device_would_have_given(run: Run) -> None:
@@ -276,25 +265,25 @@ def test_a_hit_from_dram_is_what_the_device_would_have_given(run: Run) -> None:
 
 
 def test_a_hit_from_below_after_a_kill_is_what_the_device_would_have_given(
-    run: Run, restarted: Nodes
+    run: Run, restarted: Server
 ) -> None:
     way = run.setup.way
-    check_hits(run, [ask(restarted.head, prompt) for prompt in run.prompts], way.tier)
+    check_hits(run, [ask(restarted, prompt) for prompt in run.prompts], way.tier)
     if "--hier-kv-codec" in way.args:
         eventually(lambda: len(values_of(restarted, "disk_codec_pages_decoded")) == way.num_ranks)
 
 
 @pytest.mark.sampled("latent-remote")
-def test_with_many_at_once_and_too_little_room_stages_agree(run: Run, restarted: Nodes) -> None:
+def test_with_many_at_once_and_too_little_room_stages_agree(run: Run, restarted: Server) -> None:
     """What they have kept of it all answers as a device hit of the same length."""
     rng = random.Random(4)
     prompts = branching_prompts(rng, 3, 12)
     prompts = [prompt[:900] for prompt in prompts + prompts]
     with ThreadPoolExecutor(6) as pool:
-        mixed = list(pool.map(partial(ask, restarted.head), prompts))
+        mixed = list(pool.map(partial(ask, restarted), prompts))
     assert all(len(answer["output_ids"]) for answer in mixed)
     flush(restarted)
-    again = [ask(restarted.head, prompt) for prompt in run.prompts]
+    again = [ask(restarted, prompt) for prompt in run.prompts]
     for on_device, one in zip(run.on_device, again, strict=True):
         is_same = on_device["meta_info"]["cached_tokens"] == one["meta_info"]["cached_tokens"]
         assert not is_same or answer_of(on_device) == answer_of(one)
@@ -309,7 +298,7 @@ def test_with_many_at_once_and_too_little_room_stages_agree(run: Run, restarted:
 
 @pytest.mark.sampled("latent-states")
 def test_where_one_rank_is_slow_all_compute_and_where_it_is_killed_the_server_ends(
-    run: Run, restarted: Nodes, tmp_path: Path
+    run: Run, restarted: Server, tmp_path: Path
 ) -> None:
     """It is killed while it reads for a request that all ranks hold; what is on disk stays good."""
     setup = run.setup
@@ -322,8 +311,7 @@ def test_where_one_rank_is_slow_all_compute_and_where_it_is_killed_the_server_en
     more = ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", "1000"]
     more += ["--hier-kv-event-log", str(log)]
     env = {ENV_SPEED_FILE: str(speeds)}
-    with setup.server(host_pages=200, more=more, env=env) as nodes:
-        server = nodes.head
+    with setup.server(host_pages=200, more=more, env=env) as server:
         (speeds / setup.last_rank).write_text("0.0001")  # now that it has read what records it has
         late = ask(server, run.prompts[-1])
         assert late["meta_info"]["cached_tokens"] == 0
@@ -331,13 +319,13 @@ def test_where_one_rank_is_slow_all_compute_and_where_it_is_killed_the_server_en
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(ask, server, run.prompts[-2], 512)
             eventually(lambda: num_entered(log, setup.last_rank) == 2)
-            kill_last_rank(nodes, setup.way)
+            kill_last_rank(server, setup.way)
             with pytest.raises((ServerError, OSError)):
                 answer.result(PATIENCE_S)
-        eventually(lambda: not any(node.alive() for node in nodes.nodes))
-        assert "Found rank divergence" not in nodes.log()
-    with setup.server(host_pages=200) as nodes:
-        check_hits(run, [ask(nodes.head, prompt) for prompt in run.prompts], "disk")
+        eventually(lambda: not server.alive())
+        assert "Found rank divergence" not in server.log()
+    with setup.server(host_pages=200) as server:
+        check_hits(run, [ask(server, prompt) for prompt in run.prompts], "disk")
 
 
 def num_entered(log: Path, rank: str) -> int:
@@ -346,30 +334,31 @@ def num_entered(log: Path, rank: str) -> int:
     return sum('"e": "enqueued"' in line and '"on_disk": []' not in line for line in lines)
 
 
-def kill_last_rank(nodes: Nodes, way: Way) -> None:
+def kill_last_rank(server: Server, way: Way) -> None:
     """Of the last stage."""
     names = [f"PP{way.num_stages - 1}"]
     names += [f"TP{way.tp_size - 1}"] * (way.tp_size > 1)
     (rank,) = (
         process
-        for process in nodes.schedulers()
-        if all(name in " ".join(process.cmdline()) for name in names)
+        for process in server.tree()
+        if "sglang::scheduler" in " ".join(process.cmdline())
+        and all(name in " ".join(process.cmdline()) for name in names)
     )
     rank.kill()
 
 
 @pytest.mark.sampled("latent-remote")
-def test_what_one_rank_alone_has_lost_is_computed(run: Run, restarted: Nodes) -> None:
+def test_what_one_rank_alone_has_lost_is_computed(run: Run, restarted: Server) -> None:
     restarted.kill()
     setup = run.setup
     if setup.way.tier == "disk":
-        shutil.rmtree(restarted.disk(setup.way.num_nodes - 1) / setup.last_rank)
+        shutil.rmtree(setup.folder / "disk" / setup.last_rank)
     else:
         lose_a_rank(setup.shared, setup.way.num_ranks)
-    with setup.server(host_pages=200) as nodes:
-        eventually(partial(is_connected, nodes, setup.way))
-        found = [ask(nodes.head, prompt) for prompt in run.prompts]
-        assert "Found rank divergence" not in nodes.log()
+    with setup.server(host_pages=200) as server:
+        eventually(partial(is_connected, server, setup.way))
+        found = [ask(server, prompt) for prompt in run.prompts]
+        assert "Found rank divergence" not in server.log()
     assert [one["meta_info"]["cached_tokens"] for one in found] == [0] * len(found)
     assert [answer_of(one) for one in found] == [answer_of(one) for one in run.computed]
 
@@ -392,34 +381,33 @@ def check_hits(run: Run, found: Sequence[Any], tier: str) -> None:
     assert from_tier > 0.9 * sum(one["meta_info"]["cached_tokens"] for one in found)
 
 
-def flush(nodes: Nodes) -> None:
+def flush(server: Server) -> None:
     """As SGLang does once the batch of the last answer has left all stages."""
-    nodes.head.post(f"/flush_cache?timeout={PATIENCE_S}")
+    server.post(f"/flush_cache?timeout={PATIENCE_S}")
 
 
-def values_of(nodes: Nodes, value: str) -> list[float]:
+def values_of(server: Server, value: str) -> list[float]:
     """A value of the plugin's, of each rank that has published it."""
     found: dict[tuple[str, str], float] = {}
-    of_nodes = (text_string_to_metric_families(node.get("/metrics")) for node in nodes.nodes)
-    for metric in chain.from_iterable(of_nodes):
+    for metric in text_string_to_metric_families(server.get("/metrics")):
         for sample in metric.samples:
             if value in (sample.labels.get("of"), sample.labels.get("event")):
                 found[sample.labels["pp_rank"], sample.labels["tp_rank"]] = sample.value
     return list(found.values())
 
 
-def is_connected(nodes: Nodes, way: Way) -> bool:
+def is_connected(server: Server, way: Way) -> bool:
     """Whether each rank has found the remote store, if it has one."""
     if way.tier == "disk":
         return True
-    return values_of(nodes, "remote_breaker_state") == [0.0] * way.num_ranks
+    return values_of(server, "remote_breaker_state") == [0.0] * way.num_ranks
 
 
-def is_kept(nodes: Nodes, way: Way) -> bool:
+def is_kept(server: Server, way: Way) -> bool:
     """Whether each rank has below DRAM what it has saved.
 
     What it publishes once a second may be older than its last saves. Loads came behind these.
     """
-    loaded, saved = values_of(nodes, "loaded_pages"), values_of(nodes, "saved_pages")
-    written = values_of(nodes, "remote_written_pages" if way.tier == "remote" else "written_pages")
+    loaded, saved = values_of(server, "loaded_pages"), values_of(server, "saved_pages")
+    written = values_of(server, "remote_written_pages" if way.tier == "remote" else "written_pages")
     return len(loaded) == way.num_ranks and min(loaded) > 0 and saved == written

@@ -103,13 +103,15 @@ def test_windows_that_were_run_in_stages_are_served() -> None:
         ("KimiLinearForCausalLM", "state beside latent rows"),
     ],
 )
-def test_models_with_states_that_were_run_in_stages_are_served(
+def test_models_with_states_that_were_run_in_stages_are_served_on_one_node(
     architecture: str, kind: str
 ) -> None:
     values = {"mamba_radix_cache_strategy": "extra_buffer", **STAGES}
     one = Resolved(values, values, dict.fromkeys(values), kind, architecture=architecture)
     check_resolved(one, HierKVConfig())
-    check_resolved(replace(one, values={**values, "nnodes": 2}), HierKVConfig())
+    two = replace(one, values={**values, "nnodes": 2})
+    with pytest.raises(HierKVConfigError, match="one node for pipeline stages"):
+        check_resolved(two, HierKVConfig())
 
 
 @pytest.mark.parametrize(
