@@ -239,7 +239,7 @@ SERVED_MODES = (
         "several tensor parallel ranks (`--tp-size`)",
         "exact, moved, coded; with MLA on one node one rank keeps each page for all; on several "
         "nodes, over loopback, run with K and V of every head, rows of an index, Mellum, "
-        "Qwen3-Next, Kimi Linear and Kimi K3",
+        "Qwen3-Next and Kimi Linear",
         "tests/e2e/reuse/test_ranks.py; tests/e2e/reuse/test_nodes.py; "
         "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
         "tests/e2e/ranks/test_quoting_ranks.py; "
