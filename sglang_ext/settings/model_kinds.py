@@ -238,7 +238,7 @@ SERVED_MODES = (
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
         "exact, moved, coded; with MLA on one node one rank keeps each page for all; on several "
-        "nodes, over loopback, run with K and V of every head, rows of an index, Mellum, "
+        "nodes, over loopback, run with K and V of every head, Mellum, "
         "Qwen3-Next and Kimi Linear",
         "tests/e2e/reuse/test_ranks.py; tests/e2e/reuse/test_nodes.py; "
         "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
