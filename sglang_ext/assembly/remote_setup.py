@@ -125,8 +125,7 @@ def put_share(place: RankPlace) -> PutShare:
 
     Each node puts all of them, as the stores of two nodes need not be one.
     """
-    ranks_of_node = place.tp_size // place.num_nodes
-    return PutShare(place.tp_rank % ranks_of_node, ranks_of_node)
+    return PutShare(place.beside.index(place.tp_rank), len(place.beside))
 
 
 def text_time(config: HierKVConfig, cost: CostModel) -> Callable[[int, int], float | None]:

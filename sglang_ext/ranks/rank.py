@@ -54,6 +54,22 @@ class RankPlace:
         return self.tp_size * self.dp_size * self.pp_size
 
     @property
+    def ranks_of_node(self) -> int:
+        """Ranks of the server on each node."""
+        return self.num_ranks // self.num_nodes
+
+    @property
+    def beside(self) -> range:
+        """Numbers of the ranks of its group that are on its node, itself among them.
+
+        Of one stage. Groups lie on the nodes one behind the other, so a node may have a whole
+        group, several, or a part of one.
+        """
+        first = self.dp_rank * self.tp_size
+        start = (first + self.tp_rank) // self.ranks_of_node * self.ranks_of_node - first
+        return range(max(0, start), min(self.tp_size, start + self.ranks_of_node))
+
+    @property
     def name(self) -> str:
         """Name of the rank's files and folder."""
         stage = f"-pp{self.pp_rank}-of-{self.pp_size}" if self.pp_size > 1 else ""
@@ -67,11 +83,10 @@ class RankPlace:
         if self.num_ranks == 1:
             return config
         log = Path(config.event_log)
-        ranks_of_node = self.num_ranks // self.num_nodes
         return replace(
             config,
-            host_size=config.host_size / ranks_of_node,
-            disk_size=config.disk_size / ranks_of_node,
+            host_size=config.host_size / self.ranks_of_node,
+            disk_size=config.disk_size / self.ranks_of_node,
             disk_dir=str(Path(config.disk_dir) / self.name) if config.disk_dir else "",
             event_log=str(log.with_name(f"{log.stem}-{self.name}{log.suffix}"))
             if config.event_log

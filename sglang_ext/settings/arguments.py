@@ -174,6 +174,8 @@ LIMITED: dict[str, Limit] = {
     ),
 }  # fmt: skip
 
+_SCHEDULING = "which request runs when, and how much fits"
+_HYBRIDS = "hybrids (what such a model is decides, see the table of models)"
 NUMBER_FORMATS = (
     "number formats of activations between experts (in the namespace where one is chosen)"
 )
@@ -238,7 +240,7 @@ _FREE = {
         watermark_max_probability watermark_default_enabled watermark_enforce_all
         enable_return_aux_hidden_states aux_hidden_state_capture return_aux_hidden_state_layer_ids
         sampling_backend random_seed mlx_enable_sampling""",
-    "which request runs when, and how much fits": """
+    _SCHEDULING: """
         mem_fraction_static max_running_requests max_queued_requests max_total_tokens
         chunked_prefill_size prefill_decode_interval prefill_decode_interval_min_bs
         enable_dynamic_chunking max_prefill_tokens prefill_max_requests schedule_policy
@@ -254,7 +256,7 @@ _FREE = {
         radix_eviction_policy_config _radix_eviction_policy_explicitly_set
         enable_session_radix_cache num_reserved_decode_tokens pp_max_micro_batch_size
         pp_async_batch_depth load_balance_method""",
-    "hybrids (what such a model is decides, see the table of models)": """
+    _HYBRIDS: """
         swa_full_tokens_ratio _swa_full_tokens_ratio_explicitly_set swa_prefix_tails
         disable_hybrid_swa_memory enable_encoder_swa_bounded_replay
         enable_decoder_swa_bounded_replay max_mamba_cache_size mamba_full_memory_ratio
@@ -387,10 +389,12 @@ _ALIKE = """
     speculative_use_rejection_sampling speculative_use_block_verification speculative_token_map
     speculative_draft_window_size
     sampling_backend grammar_backend enable_deterministic_inference
-    enable_custom_logit_processor"""
+    enable_custom_logit_processor
+    attn_dp_size moe_dp_size ep_size moe_dense_tp_size enable_dp_lm_head"""
+_SAID = ("_radix_eviction_policy_explicitly_set", "_swa_full_tokens_ratio_explicitly_set")
 ON_ALL_NODES = frozenset(LIMITED).union(
-    FREE["which request runs when, and how much fits"], FREE[NUMBER_FORMATS], _ALIKE.split()
-) - {"load_format", "mem_fraction_static", "_radix_eviction_policy_explicitly_set"}
+    *(FREE[about] for about in (_SCHEDULING, _HYBRIDS, NUMBER_FORMATS)), _ALIKE.split()
+) - {"load_format", "mem_fraction_static", *_SAID}
 
 
 def on_all_nodes(read: Callable[[str], Any]) -> dict[str, Any]:

@@ -288,11 +288,11 @@ def _check_captured_prefills(read: Callable[[str], Any], kind: str, architecture
 
 
 def _of_hybrid_ranks(read: Callable[[str], Any], architecture: str) -> list[tuple[str, Any]]:
-    """(what is expected, what was found) of stages and nodes."""
-    num_stages = 1 if architecture in STAGED_HYBRIDS else read("pp_size") or 1
+    """(what is expected, what was found) of stages, and of nodes with these."""
+    num_stages, num_nodes = read("pp_size") or 1, read("nnodes") or 1
     return [
-        ("--pp-size 1", num_stages),
-        ("--nnodes 1", read("nnodes") or 1),
+        ("--pp-size 1", 1 if architecture in STAGED_HYBRIDS else num_stages),
+        ("one node for pipeline stages", "several" if min(num_stages, num_nodes) > 1 else ""),
     ]
 
 
@@ -335,12 +335,6 @@ def _check_values(
         _refuse(expected, found, WITHOUT_STAGES)
     if has_attention_dp(read):
         _check_attention_dp(read, config)
-        if (read("nnodes") or 1) > 1:
-            _refuse(
-                "--nnodes 1 with data parallel attention",
-                f"{read('nnodes')}",
-                "leave --attn-dp-size and --enable-dp-attention out",
-            )
     _check_page_size(read("page_size"), given("page_size"))
 
 

@@ -26,7 +26,6 @@ def outside_index(read: Callable[[str], Any], config: HierKVConfig) -> Iterator[
     rows = (
         ("--pp-size 1", read("pp_size") or 1),
         ("--dp-size 1", read("dp_size") or 1),
-        ("--nnodes 1", read("nnodes") or 1),
         *adapters_and_sessions(read),
         of_match(read, config, KIND),
         ("--hier-kv-tree-core python", config.tree_core),

@@ -179,7 +179,7 @@ MODEL_KINDS = {
         "rows of an index beside the latent row (sparse attention)",
         "DeepSeek V3.2, GLM-5",
         "exact, at the saved position, index rows with the latent ones; by one rank or several "
-        "tensor parallel ones of one node, with data parallel attention, with prefill and decode "
+        "tensor parallel ones, with data parallel attention, with prefill and decode "
         "servers, with their draft layer, with codecs that lose nothing, "
         "without adapters or sessions; prompts that are cut, computed anew behind each new cut "
         "(run with GLM-5, by one rank); run with a small GLM-5 and a small DeepSeek V3.2, with "
@@ -237,9 +237,11 @@ SERVED_MODES = (
     ServedMode("one scheduler", "exact, moved, coded", "tests/e2e/reuse/test_equality.py"),
     ServedMode(
         "several tensor parallel ranks (`--tp-size`)",
-        "exact, moved, coded; with MLA one rank of a node keeps each page for all; "
-        "hybrids and models with rows of an index on one node",
-        "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
+        "exact, moved, coded; with MLA on one node one rank keeps each page for all; on several "
+        "nodes, over loopback, run with K and V of every head, Mellum, "
+        "Qwen3-Next and Kimi Linear",
+        "tests/e2e/reuse/test_ranks.py; tests/e2e/reuse/test_nodes.py; "
+        "tests/e2e/models/test_hybrid_ranks.py; tests/e2e/ranks/test_truncated_ranks.py; "
         "tests/e2e/ranks/test_quoting_ranks.py; "
         "tests/e2e/ranks/test_cost_ranks.py; tests/e2e/ranks/test_profile_ranks.py",
     ),
@@ -268,7 +270,10 @@ SERVED_MODES = (
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
         "where a group is one rank; shared between groups through the remote store only; without "
         "adapters or sessions; drafts with the draft layer of models of latent rows alone; of "
-        "hybrids MiMo V2, Mellum, Qwen3-Next and Kimi K3 were run, each with a remote store, too",
+        "hybrids MiMo V2, Mellum, Qwen3-Next and Kimi K3 were run, each with a remote store, too; "
+        "on several nodes, over loopback, run with K and V of every head, the latent rows of "
+        "DeepSeek V3 with its draft layer, DeepSeek V3.2, GLM-5 with its draft layer, Mellum and "
+        "Qwen3-Next",
         "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_hybrid_attention_dp.py; "
         "tests/e2e/models/test_latent_attention_dp.py",
     ),

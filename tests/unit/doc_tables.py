@@ -53,6 +53,7 @@ _MODES: dict[str, dict[str, Any]] = {
     "pipeline stages": {"pp_size": 2},
     "whole schedulers": {"dp_size": 2},
     "data parallel attention": {"tp_size": 2, "attn_dp_size": 2},
+    "that on several nodes": {"tp_size": 4, "attn_dp_size": 2, "nnodes": 2},
     "n-grams": {
         "speculative_algorithm": "NGRAM",
         "speculative_eagle_topk": 1,

@@ -39,7 +39,8 @@ def _place(tp_rank: int, tp_size: int) -> RankPlace:
     )
     if parallel.attn_dp_size > 1:
         of_group = parallel.attn_tp_rank, parallel.attn_tp_size
-        return RankPlace(*of_group, parallel.attn_dp_rank, parallel.attn_dp_size, True)
+        groups = parallel.attn_dp_rank, parallel.attn_dp_size
+        return RankPlace(*of_group, *groups, True, num_nodes=parallel.nnodes)
     return RankPlace(
         tp_rank,
         tp_size,

@@ -8,13 +8,14 @@ the disk that a server left when it was killed. What another group has stored is
 have one remote store, and else none. Window layers have K and V of another shape than full ones
 (MiMo V2) or of the same (Mellum, by groups of two ranks), or layers have a state.
 
-By default states come back to a group; the long form has window layers, too, and a remote store.
+By default states come back to a group; the long form has window layers, too, a remote store, and
+groups on nodes of their own and on two nodes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from testkit.hybrids.oss_model import HEAD_DIM, KV_HEADS, NUM_FULL_LAYERS, write
 from testkit.hybrids.shaped_models import SHAPED_MODELS, write_shaped_model
 from testkit.hybrids.state_model import STATE_MODELS, write_state_model
 from testkit.hybrids.window_model import PATTERN, write_window_model
+from testkit.rank_requests import JITTER_MS
 from testkit.requests import flush_device
 from testkit.server import Server
+from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import (
     GIB,
     ask,
@@ -39,6 +42,7 @@ from tests.e2e.hier_server import (
     states,
 )
 from tests.e2e.models.hybrid_answers import cached, check_hits, values
+from tests.e2e.nodes import Nodes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -70,6 +74,7 @@ class Kind:
         env: of its servers.
         restarts: another server is started on the disk that the first left.
         codec: of disk or store; empty: none.
+        num_nodes: that the ranks are spread over; of several the last one's stores are late.
     """
 
     write: Callable[[Path], Path]
@@ -80,6 +85,7 @@ class Kind:
     env: dict[str, str] = field(default_factory=dict)
     restarts: bool = True
     codec: str = ""
+    num_nodes: int = 1
 
 
 _STATES = STATE_MODELS["qwen3_next"]
@@ -119,27 +125,32 @@ KINDS = {
         {"SGLANG_MAMBA_CONV_DTYPE": _STATES.dtype_name},
     ),
 }  # fmt: skip
+KINDS |= {
+    "states on two nodes": replace(KINDS["states"], num_nodes=2),
+    "groups on two nodes each": replace(KINDS["groups of two ranks"], num_nodes=4, restarts=True),
+}
 
 
-def server_of(kind: Kind, model: Path, folder: Path, *below: str) -> Server:
-    """A server of two groups, with DRAM and what is below it."""
+def server_of(kind: Kind, model: Path, folder: Path, *below: str) -> Nodes:
+    """A server of two groups, with DRAM and what is below it: a disk, unless that is named."""
     slot_bytes = kind.page_bytes + HEADER_BYTES
-    host_gib = kind.num_ranks * (HOST_PAGES + 0.5) * slot_bytes / GIB
+    ranks_of_node = kind.num_ranks // kind.num_nodes
+    host_gib = ranks_of_node * (HOST_PAGES + 0.5) * slot_bytes / GIB
     args = [*BASE, *kind.args, "--enable-hier-kv", "--hier-kv-prefetch-timeout-ms", "60000"]
     args += ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-host-size", f"{host_gib:.9f}"]
-    args += below
+    args += below or ["--hier-kv-disk-size", "0.5", "--hier-kv-disk-segment-size", "0.01"]
     if kind.codec:
-        tier = "disk" if "--hier-kv-disk-dir" in below else "remote"
-        args += ["--hier-kv-codec", f"{tier}={kind.codec}"]
-    env = {**ENVIRONMENT, **kind.env}
-    log = folder / "server.log"
-    return Server(args, model=model, log_path=log, env=env, stop="kill", start_timeout_s=300)
-
-
-def disk_in(folder: Path) -> list[str]:
-    """Of all ranks."""
-    args = ["--hier-kv-disk-dir", str(folder / "disk"), "--hier-kv-disk-size", "0.5"]
-    return [*args, "--hier-kv-disk-segment-size", "0.01"]
+        args += ["--hier-kv-codec", f"{'remote' if below else 'disk'}={kind.codec}"]
+    return Nodes(
+        args,
+        folder,
+        env={**ENVIRONMENT, **kind.env},
+        late={ENV_JITTER: str(JITTER_MS)} if kind.num_nodes > 1 else {},
+        model=model,
+        ranks=(),
+        num=kind.num_nodes,
+        has_disk=not below,
+    )
 
 
 def answers(server: Server, prompts: list[list[int]], group: int) -> list[Any]:
@@ -161,7 +172,8 @@ def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Pa
     kind = KINDS[name]
     model = kind.write(tmp_path / "model")
     prompts = list(real_prompts(LENGTHS, seed=3))
-    with server_of(kind, model, tmp_path, *disk_in(tmp_path)) as server:
+    with server_of(kind, model, tmp_path) as nodes:
+        server = nodes.head
         first, repeat = answers(server, prompts, 1), answers(server, prompts, 1)
         assert cached(first) == [0] * len(prompts)
         settled(server)
@@ -177,13 +189,13 @@ def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Pa
             for group in map(ranks_of, states(server))
         ]
         assert all(len(set(group)) == 1 for group in saved), saved
-        check_agreed(server.log(), kind.num_ranks)
+        check_agreed(nodes.log(), kind.num_ranks)
     if not kind.restarts:
         return
-    with server_of(kind, model, tmp_path, *disk_in(tmp_path)) as server:  # after a kill -9
+    with server_of(kind, model, tmp_path) as nodes:  # after a kill -9
         for group, wanted in enumerate((on_other, repeat)):
-            check_hits(answers(server, prompts, group), wanted, "disk", above=10 * PAGE)
-        check_agreed(server.log(), kind.num_ranks)
+            check_hits(answers(nodes.head, prompts, group), wanted, "disk", above=10 * PAGE)
+        check_agreed(nodes.log(), kind.num_ranks)
 
 
 @pytest.mark.long
@@ -197,8 +209,8 @@ def test_what_a_group_puts_into_a_store_it_and_another_one_restore(
     prompts = list(real_prompts(LENGTHS, seed=3))
     (tmp_path / "store").mkdir()
     store = ["--hier-kv-remote-url", f"file://{tmp_path / 'store'}?size=1GB"]
-    with server_of(kind, model, tmp_path, *store) as server:
-        connected(server)
+    with server_of(kind, model, tmp_path, *store) as nodes:
+        server = connected(nodes.head)
         first, repeat = answers(server, prompts, 1), answers(server, prompts, 1)
         assert cached(first) == [0] * len(prompts)
         settled(server)
@@ -212,4 +224,4 @@ def test_what_a_group_puts_into_a_store_it_and_another_one_restore(
         for rank in every_rank(server):
             host = rank["host"]
             assert host.get("load_failures", 0) == host.get("save_failures", 0) == 0
-        check_agreed(server.log(), kind.num_ranks)
+        check_agreed(nodes.log(), kind.num_ranks)

@@ -3,7 +3,8 @@
 A page's index rows are restored with its latent ones. The index chooses fewer tokens than a prompt
 has, so rows that are not a page's own change the answers, which is tried, too.
 
-By default one rank; the long form has two, which test_latent_attention_dp.py has by default.
+By default one rank; the long form has two, on one node and on two. `test_latent_attention_dp.py`
+has two nodes by default.
 """
 
 from __future__ import annotations
@@ -27,12 +28,14 @@ from testkit.hybrids.index_model import (
     token_bytes,
     write_index_model,
 )
-from testkit.rank_requests import ENVIRONMENT
+from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.requests import flush_device
 from testkit.server import Server
-from tests.e2e.hier_server import GIB, real_prompts, settled, state
+from testkit.slow import ENV_JITTER
+from tests.e2e.hier_server import GIB, check_agreed, real_prompts, settled, state
 from tests.e2e.models import hybrid_answers
 from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, talk, two_chats, values
+from tests.e2e.nodes import Nodes
 from tests.e2e.remote.test_remote import eventually
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -192,3 +195,27 @@ def test_two_ranks_load_index_rows_of_which_one_keeps_all(tmp_path: Path) -> Non
         eventually(partial(has_sent_all, server))
         check_coded(shared, layout_of("deepseek"))
         check_remote_hits(server, prompts, repeat)
+
+
+@pytest.mark.long
+def test_ranks_on_two_nodes_keep_index_rows_each_for_itself(tmp_path: Path) -> None:
+    model = write_index_model(tmp_path / "model", "glm")
+    prompts = list(real_prompts(LENGTHS, seed=4))
+    host_gib = (5 * REUSABLE // 4 + 0.5) * layout_of("glm").slot_bytes / GIB
+    late = {ENV_JITTER: str(JITTER_MS)}
+
+    def start() -> Nodes:
+        args = [*BASE, "--hier-kv-host-size", f"{host_gib:.9f}"]
+        return Nodes(args, tmp_path, env=ENVIRONMENT, late=late, model=model)
+
+    with start() as nodes:
+        answers(nodes.head, prompts)
+        repeat = answers(nodes.head, prompts)
+        drop_device(nodes.head)
+        check_hits(answers(nodes.head, prompts), repeat, "host", above=FEWEST)
+        saved = [rank["host"]["saved_pages"] for rank in settled(nodes.head)["tp_ranks"]]
+        assert saved[0] == saved[1] >= REUSABLE
+        check_agreed(nodes.log(), 2)
+    with start() as nodes:  # after a kill -9
+        check_hits(answers(nodes.head, prompts), repeat, "disk", above=FEWEST)
+        check_agreed(nodes.log(), 2)

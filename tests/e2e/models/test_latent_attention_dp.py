@@ -4,8 +4,8 @@ Groups of ranks serve requests of their own, each with a store of its own; exper
 shares on all ranks. DeepSeek V3.2 and GLM-5 are served so. `test_attention_dp.py` has what does not
 depend on what a page holds.
 
-By default a model with an index has groups of one rank; the long form has a draft layer, too, and
-both with groups of two ranks.
+By default a model with an index has groups of one rank, each on a node of its own; the long form
+has one node, a draft layer, and groups of two ranks, on one node or on two.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import pytest
 from testkit.drafts.nextn import NEXTN, PLAIN, rows_of, write_nextn_model
 from testkit.hybrids.index_model import TOP_K
 from testkit.requests import flush_device
-from testkit.server import Server
 from tests.e2e.drafts.test_latent_drafts import layout_of
 from tests.e2e.drafts.test_speculation import guesses
 from tests.e2e.hier_server import (
@@ -30,7 +29,17 @@ from tests.e2e.hier_server import (
     settled,
     tokens_and_logprobs,
 )
-from tests.e2e.reuse.test_attention_dp import ENVIRONMENT, WAYS, Rig, ask, busy, hit_on, polls
+from tests.e2e.reuse.test_attention_dp import (
+    ENVIRONMENT,
+    NUM_NODES,
+    Rig,
+    ask,
+    busy,
+    hit_on,
+    nodes_of,
+    num_ranks,
+    polls,
+)
 from tests.e2e.updates.weight_answers import ROUNDING, distance, request
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -45,31 +54,23 @@ BASE += ["--hier-kv-prefetch-policy", "wait_complete", "--hier-kv-write-policy",
 BASE += ["--hier-kv-disk-size", "0.5", "--hier-kv-disk-segment-size", "0.01"]
 # How ranks are arranged, the model, and whether its draft layer guesses.
 CASES = {
+    "index-a-rank-a-node": ("a-rank-a-node", "deepseek", False),
     "index-two-ranks": ("two-ranks", "deepseek", False),
     "draft-two-ranks": ("two-ranks", PLAIN, True),
     "index-and-draft-two-by-two": ("two-by-two", "glm", True),
+    "draft-a-group-a-node": ("a-group-a-node", PLAIN, True),
+    "index-and-draft-a-group-on-two-nodes": ("a-group-on-two-nodes", "glm", True),
 }
 
 
 def server_of(case: str, folder: Path, *args: str) -> Rig:
     """A server that is not started yet, with DRAM for 100 pages a rank."""
     way, kind, has_draft = CASES[case]
-    host_gib = 100.5 * num_ranks(way) * layout_of(kind).slot_bytes / GIB
-    tiers = ["--hier-kv-host-size", f"{host_gib:.9f}", "--hier-kv-disk-dir", str(folder / "disk")]
-    drafts = NEXTN if has_draft else ()
-    server = Server(
-        [*BASE, *tiers, *WAYS[way], *drafts, *args],
-        model=folder / "model",
-        log_path=folder / "server.log",
-        env=ENVIRONMENT,
-        stop="kill",
-        start_timeout_s=400,
-    )
-    return Rig(way, server, folder, folder / "none")
-
-
-def num_ranks(way: str) -> int:
-    return int(WAYS[way][1])
+    ranks_of_node = num_ranks(way) // NUM_NODES.get(way, 1)
+    host_gib = 100.5 * ranks_of_node * layout_of(kind).slot_bytes / GIB
+    every = [*BASE, "--hier-kv-host-size", f"{host_gib:.9f}", *(NEXTN if has_draft else ()), *args]
+    nodes = nodes_of(way, every, folder, env=ENVIRONMENT, model=folder / "model")
+    return Rig(way, nodes, folder, folder / "none")
 
 
 def write_model(case: str, folder: Path) -> None:
@@ -109,7 +110,7 @@ def check_restored(
     return found
 
 
-@pytest.mark.sampled("index-two-ranks")
+@pytest.mark.sampled("index-a-rank-a-node")
 @pytest.mark.parametrize("case", CASES)
 def test_what_a_group_restores_answers_as_a_device_hit(case: str, tmp_path: Path) -> None:
     """Of the same group: where its rows lie in a product may round otherwise."""
@@ -117,18 +118,18 @@ def test_what_a_group_restores_answers_as_a_device_hit(case: str, tmp_path: Path
     assert min(map(len, PROMPTS)) > TOP_K
     rig = server_of(case, tmp_path)
     group, other = rig.looked_at, 1 - rig.looked_at
-    with rig.server:
+    with rig.nodes:
         hits = {each: device_hits(rig, each) for each in GROUPS}
         for each in GROUPS:
             check_restored(rig, each, hits[each], "host")
         settled(rig.server)
         check_sizes(rig, *CASES[case][1:])
         check_beside_others(rig, group)
-        check_agreed(rig.server.log(), num_ranks(rig.way))
+        check_agreed(rig.nodes.log(), num_ranks(rig.way))
     (tmp_path / "store").mkdir()
     remote = ["--hier-kv-remote-url", f"file://{tmp_path / 'store'}?size=1GB"]
     rig = server_of(case, tmp_path, *remote)  # after a kill -9
-    with rig.server:
+    with rig.nodes:
         connected(rig.server)
         for each in GROUPS:
             check_restored(rig, each, hits[each], "disk")
@@ -140,7 +141,7 @@ def test_what_a_group_restores_answers_as_a_device_hit(case: str, tmp_path: Path
         await_sent(rig, group)
         flush_device(rig.server)
         check_restored(rig, other, hits[other], "remote")
-        check_agreed(rig.server.log(), num_ranks(rig.way))
+        check_agreed(rig.nodes.log(), num_ranks(rig.way))
 
 
 def check_beside_others(rig: Rig, group: int) -> None:

@@ -45,8 +45,8 @@ from tests.e2e.hier_server import (
     host_gb,
     real_prompts,
 )
+from tests.e2e.nodes import Nodes
 from tests.e2e.ranks.untied_model import write_untied_model
-from tests.e2e.two_nodes import TwoNodes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.sampled("tp-pp")]
 
@@ -86,7 +86,7 @@ class Setup:
         args += ["wait_complete", "--hier-kv-event-log", str(self.folder / "events.jsonl")]
         if self.way == "tp-pp":
             ranks = RANKS[self.way]
-            with TwoNodes(args, self.folder, env=env, ranks=ranks, model=self.model) as nodes:
+            with Nodes(args, self.folder, env=env, ranks=ranks, model=self.model) as nodes:
                 yield nodes.nodes
             return
         args += [*RANKS[self.way], "--hier-kv-disk-dir", str(self.folder / "disk0")]

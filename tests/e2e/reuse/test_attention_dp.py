@@ -6,7 +6,8 @@ on other ranks are in every rank's namespace. The tests of a rig are in an order
 server.
 
 By default groups of two ranks restore, wait and agree, and groups of one are busy and get other
-weights; the long form has all of it for both.
+weights; the long form has all of it for both, and for ranks on several nodes: there a node has a
+group of one rank or of two, or a group lies on two nodes, and the last node's stores are late.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ import pytest
 import torch
 
 from testkit import rank_probe
+from testkit.rank_requests import JITTER_MS
 from testkit.requests import flush_device, let_go
 from testkit.server import Server
-from testkit.slow import ENV_SPEED_FILE
+from testkit.slow import ENV_JITTER, ENV_SPEED_FILE
 from tests.e2e import hier_server
 from tests.e2e.hier_server import (
     PAGE,
@@ -41,6 +43,7 @@ from tests.e2e.hier_server import (
     states,
     tokens_and_logprobs,
 )
+from tests.e2e.nodes import Nodes
 from tests.e2e.updates.weight_answers import NOISE, ROUNDING, Answer, distance, hit, request
 from tests.e2e.updates.weight_models import Weights, qwen3, strange
 
@@ -56,7 +59,12 @@ POOL = ["--max-total-tokens", "4096", "--page-size", str(PAGE)]
 WAYS = {
     "two-ranks": ["--tp-size", "2", "--dp-size", "2", "--enable-dp-attention"],
     "two-by-two": ["--tp-size", "4", "--attn-dp-size", "2"],
+    "a-rank-a-node": ["--tp-size", "2", "--attn-dp-size", "2"],
+    "a-group-a-node": ["--tp-size", "4", "--attn-dp-size", "2"],
+    "a-group-on-two-nodes": ["--tp-size", "4", "--attn-dp-size", "2"],
 }
+NUM_NODES = {"a-rank-a-node": 2, "a-group-a-node": 2, "a-group-on-two-nodes": 4}  # else 1
+LATE = {ENV_JITTER: str(JITTER_MS)}
 ENVIRONMENT = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0|1|0|1",
     "SGLANG_ENABLE_RANK_CONSENSUS_CHECKER": "1",
@@ -69,20 +77,25 @@ class Rig(NamedTuple):
 
     Attributes:
         way: how its ranks are arranged.
-        server: it.
+        nodes: it.
         folder: of its disk, event logs and models.
         speed: file with the speed of its disks.
     """
 
     way: str
-    server: Server
+    nodes: Nodes
     folder: Path
     speed: Path
 
     @property
+    def server(self) -> Server:
+        """The node that takes requests."""
+        return self.nodes.head
+
+    @property
     def group_size(self) -> int:
         """Ranks that share a request's attention."""
-        return 1 if self.way == "two-ranks" else 2
+        return num_ranks(self.way) // len(RANKS)
 
     @property
     def looked_at(self) -> int:
@@ -103,6 +116,25 @@ class Rig(NamedTuple):
             ask(self.server, filler, routed_dp_rank=rank)
             settled(self.server)
         flush_device(self.server)
+
+
+def num_ranks(way: str) -> int:
+    """Of both groups."""
+    return int(WAYS[way][1])
+
+
+def nodes_of(way: str, args: list[str], folder: Path, **others: Any) -> Nodes:
+    """A server with its ranks arranged in a way; of several nodes the last one's stores are late.
+
+    Args:
+        way: of `WAYS`.
+        args: of all nodes, without those for ranks and the disk's folder.
+        folder: of its logs and disks.
+        others: of `Nodes`.
+    """
+    num = NUM_NODES.get(way, 1)
+    late = LATE if num > 1 else {}
+    return Nodes(args, folder, ranks=WAYS[way], num=num, late=late, **others)
 
 
 def polls(message: str) -> Iterator[None]:
@@ -130,15 +162,13 @@ def rig(
 ) -> Iterator[Rig]:
     way, folder = request.param, tmp_path_factory.mktemp(request.param)
     speed = folder / "disk-mb-s"
-    args = [*hier_args(folder, host_pages=4 * HOST_PAGES, policy="wait_complete"), *POOL]
-    args += [*WAYS[way], "--enable-metrics"]
+    host_pages = 4 * HOST_PAGES // NUM_NODES.get(way, 1)
+    args = [*hier_args(folder, host_pages=host_pages, disk_gb=0, policy="wait_complete"), *POOL]
+    args += ["--hier-kv-disk-size", "2", "--hier-kv-disk-segment-size", "0.03", "--enable-metrics"]
     probe = rank_probe.environment(folder / "probe")
     env = {**ENVIRONMENT, **probe, ENV_SPEED_FILE: str(speed)}
-    log = folder / "server.log"
-    with Server(
-        args, model=model, log_path=log, env=env, stop="kill", start_timeout_s=300.0
-    ) as server:
-        yield Rig(way, server, folder, speed)
+    with nodes_of(way, args, folder, env=env, model=model) as nodes:
+        yield Rig(way, nodes, folder, speed)
 
 
 def on_device(rig: Rig, rank: int, prompt: list[int]) -> dict[str, Any]:
@@ -323,7 +353,7 @@ def test_each_rank_has_a_store_of_its_own_and_tells_of_it(rig: Rig) -> None:
         settled(rig.server)
         flush_device(rig.server)
         ask(rig.server, PROMPTS[0], routed_dp_rank=rank)
-    metrics = rig.server.get("/metrics")
+    metrics = "".join(node.get("/metrics") for node in rig.nodes.nodes)
     for group, ranks in enumerate(rig.states()):
         assert len(ranks) == rig.group_size
         for number, state in enumerate(ranks):
@@ -331,12 +361,13 @@ def test_each_rank_has_a_store_of_its_own_and_tells_of_it(rig: Rig) -> None:
             assert HOST_PAGES - 1 <= state["host"]["host_capacity_pages"] <= HOST_PAGES
             assert state["host"]["loaded_pages"] > 0
             name = f"dp{group}-tp{number}-of-{rig.group_size}"
-            assert list((rig.folder / "disk" / name).glob("*/seg-*.hkv"))
+            assert list(rig.folder.glob(f"disk*/{name}/*/seg-*.hkv"))
             labels = [f'dp_rank="{group}"', f'tp_rank="{number}"']
             lines = [line for line in metrics.splitlines() if all(one in line for one in labels)]
             assert any("hier_kv_pages_total" in line for line in lines), labels
 
 
+@pytest.mark.sampled("two-*")
 def test_ranks_agree_within_their_group_alone(rig: Rig) -> None:
     probes = rank_probe.fresh_counts(rig.folder / "probe")
     assert len(probes) == 2 * rig.group_size
@@ -345,15 +376,16 @@ def test_ranks_agree_within_their_group_alone(rig: Rig) -> None:
         # A group of one agrees on nothing; else once a step, and again where it is flushed.
         assert min(probe["per_step"]) == rig.group_size - 1, probe
         assert (max(probe["per_step"]) == 0) == (rig.group_size == 1), probe
-    check_agreed(rig.server.log(), 2 * rig.group_size)
+    check_agreed(rig.nodes.log(), 2 * rig.group_size)
 
 
+@pytest.mark.sampled("two-*")
 def test_a_rank_that_is_killed_ends_the_server(rig: Rig) -> None:
-    tree = [one for one in rig.server.tree() if "sglang::scheduler" in " ".join(one.cmdline())]
+    tree = rig.nodes.schedulers()
     assert len(tree) == 2 * rig.group_size
     tree[-1].kill()
     for _ in polls("the server goes on without a rank"):
-        if not rig.server.alive():
+        if not any(node.alive() for node in rig.nodes.nodes):
             break
     _, left = psutil.wait_procs(tree, timeout=WAIT_S)
     assert not left
@@ -362,13 +394,13 @@ def test_a_rank_that_is_killed_ends_the_server(rig: Rig) -> None:
 def test_what_one_rank_stores_in_a_remote_store_another_one_reuses(
     model: Path, tmp_path: Path
 ) -> None:
-    args = [*hier_args(tmp_path, disk_gb=0), *POOL, *WAYS["two-ranks"]]
+    args = [*hier_args(tmp_path, disk_gb=0), *POOL]
     (tmp_path / "store").mkdir()
     args += ["--hier-kv-remote-url", f"file://{tmp_path / 'store'}?size=1GB"]
     args += ["--hier-kv-prefetch-policy", "wait_complete"]
-    log = tmp_path / "server.log"
-    with Server(args, model=model, log_path=log, env=ENVIRONMENT, stop="kill") as server:
-        rig = Rig("two-ranks", connected(server), tmp_path, tmp_path / "none")
+    way = "two-ranks"
+    with nodes_of(way, args, tmp_path, env=ENVIRONMENT, model=model, has_disk=False) as nodes:
+        rig, server = Rig(way, nodes, tmp_path, tmp_path / "none"), connected(nodes.head)
         expected = [on_device(rig, 0, prompt) for prompt in PROMPTS]
         num_pages = sum(len(prompt) // PAGE for prompt in PROMPTS)
         for _ in polls("the pages did not reach the store"):

@@ -13,7 +13,7 @@ from testkit.requests import flush_device
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import PAGE, by_tier, check_agreed, host_gb, real_prompts, settled, state
-from tests.e2e.two_nodes import TwoNodes
+from tests.e2e.nodes import Nodes
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -33,7 +33,7 @@ ARGS = [
 
 
 def test_nodes_that_differ_do_not_start_and_say_in_what(tmp_path: Path) -> None:
-    nodes = TwoNodes(ARGS, tmp_path, env=ENVIRONMENT, other_args=["--hier-kv-rope", "delta"])
+    nodes = Nodes(ARGS, tmp_path, env=ENVIRONMENT, other_args=["--hier-kv-rope", "delta"])
     try:
         for node in nodes.nodes:
             node.start()
@@ -51,7 +51,7 @@ def test_what_two_nodes_loaded_answers_as_what_the_device_held(tmp_path: Path) -
     prompts = list(real_prompts(LENGTHS, seed=3))
     fillers = list(real_prompts([384] * NUM_FILLERS, seed=4))
     late = {ENV_JITTER: str(JITTER_MS)}
-    with TwoNodes(ARGS, tmp_path, env=ENVIRONMENT, late=late) as nodes:
+    with Nodes(ARGS, tmp_path, env=ENVIRONMENT, late=late) as nodes:
         head = nodes.head
         for prompt in prompts:
             ask(head, prompt)
@@ -82,7 +82,7 @@ def test_what_two_nodes_loaded_answers_as_what_the_device_held(tmp_path: Path) -
     check_agreed(log, 2)
 
 
-def _end_a_node(nodes: TwoNodes) -> None:
+def _end_a_node(nodes: Nodes) -> None:
     """Kills the second node: the first one ends by itself, as SGLang's does."""
     nodes.other.kill()
     _await_ends([nodes.head], "a node hangs without the other one")

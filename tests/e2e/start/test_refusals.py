@@ -154,13 +154,6 @@ REFUSED_ARGUMENTS = {
         ["--pp-size", "2", "--dp-size", "2"],
         ["--dp-size 1 with several pipeline stages", "got 2", "leave --pp-size out"],
     ),
-    "nodes": (
-        [
-            *("--tp-size", "2", "--attn-dp-size", "2"),
-            *("--nnodes", "2", "--dist-init-addr", "127.0.0.1:1"),
-        ],
-        ["--nnodes 1 with data parallel attention", "got 2"],
-    ),
     "context parallel": (["--attn-cp-size", "2"], ["--attn-cp-size 1", "got --attn-cp-size 2"]),
     "decode context parallel": (["--dcp-size", "2"], ["--dcp-size 1", "got --dcp-size 2"]),
     "speculative": (

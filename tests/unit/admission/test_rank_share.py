@@ -51,7 +51,13 @@ def test_stages_share_sizes_and_have_folders_of_their_own() -> None:
 
 
 def test_sizes_are_those_of_a_node() -> None:
-    configs = [RankPlace(tp, 4, num_nodes=2).config_of(CONFIG) for tp in range(4)]
+    places = [RankPlace(tp, 4, num_nodes=2) for tp in range(4)]
+    places += [
+        RankPlace(tp, 2, dp, 2, shares_steps=True, num_nodes=2)
+        for dp in range(2)
+        for tp in range(2)
+    ]
+    configs = [place.config_of(CONFIG) for place in places]
     assert {(config.host_size, config.disk_size) for config in configs} == {(4.0, 20.0)}
 
 
@@ -98,6 +104,10 @@ def test_nodes_with_other_releases_are_refused() -> None:
         ("chunked_prefill_size", 2048, 4096),
         ("json_model_override_args", "{}", '{"rope_theta": 1}'),
         ("speculative_num_draft_tokens", None, 4),
+        ("mamba_track_interval", 256, 128),
+        ("swa_full_tokens_ratio", 0.8, 0.5),
+        ("attn_dp_size", 2, 4),
+        ("moe_dense_tp_size", None, 1),
     ],
 )
 def test_nodes_with_other_arguments_of_sglang_are_refused(name: str, one: Any, two: Any) -> None:

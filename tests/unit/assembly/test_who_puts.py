@@ -42,6 +42,18 @@ def test_ranks_of_mla_hold_the_same(
         (RankPlace(1, 2, 3, 4, shares_steps=True), PutShare(1, 2)),
         (RankPlace(9, 16, num_nodes=2), PutShare(1, 8)),
         (RankPlace(1, 2, num_nodes=2), EVERY_PAGE),
+        # A node has whole groups, one of them or two;
+        (RankPlace(1, 2, 1, 2, shares_steps=True, num_nodes=2), PutShare(1, 2)),
+        (RankPlace(1, 2, 3, 4, shares_steps=True, num_nodes=2), PutShare(1, 2)),
+        (RankPlace(0, 1, 1, 2, shares_steps=True, num_nodes=2), EVERY_PAGE),
+        # or a part of one;
+        (RankPlace(2, 4, 1, 2, shares_steps=True, num_nodes=4), PutShare(0, 2)),
+        (RankPlace(0, 2, 1, 2, shares_steps=True, num_nodes=4), EVERY_PAGE),
+        # or, of three groups of two ranks on two nodes, one and a half.
+        (RankPlace(1, 2, 0, 3, shares_steps=True, num_nodes=2), PutShare(1, 2)),
+        (RankPlace(0, 2, 1, 3, shares_steps=True, num_nodes=2), EVERY_PAGE),
+        (RankPlace(1, 2, 1, 3, shares_steps=True, num_nodes=2), EVERY_PAGE),
+        (RankPlace(0, 2, 2, 3, shares_steps=True, num_nodes=2), PutShare(0, 2)),
     ],
 )
 def test_each_node_puts_every_page_once(place: RankPlace, expected: PutShare) -> None:

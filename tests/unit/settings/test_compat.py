@@ -155,7 +155,6 @@ def test_a_tree_with_windows_is_taken_for_a_model_with_windows_alone() -> None:
 @pytest.mark.parametrize(
     ("values", "config", "words"),
     [
-        ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with sliding-window layers, got 2"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
         ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
         ({"swa_prefix_tails": 4}, HierKVConfig(), "no --swa-prefix-tails"),
@@ -187,6 +186,7 @@ def test_what_was_not_tried_with_windows_is_refused_with_them_alone(
     check_resolved(resolved("swa", tp_size=2), HierKVConfig(remote_url="file:///d"))
     for values in ({"attn_dp_size": 2}, {"dp_size": 2, "enable_dp_attention": True}):
         check_resolved(resolved("swa", tp_size=2, **values), HierKVConfig())
+        check_resolved(resolved("swa", tp_size=2, nnodes=2, **values), HierKVConfig())
 
 
 @pytest.mark.parametrize(
@@ -200,12 +200,18 @@ def test_whole_schedulers_are_taken(kind: str) -> None:
         check_resolved(resolved(kind, tp_size=num_ranks, **values), HierKVConfig())
 
 
+@pytest.mark.parametrize("kind", [name for name, kind in MODEL_KINDS.items() if kind.is_served])
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_every_kind_that_is_served_is_on_several_nodes(kind: str, num_groups: int) -> None:
+    values = {"nnodes": 2, "mamba_radix_cache_strategy": "extra_buffer"}
+    check_resolved(resolved(kind, tp_size=4, attn_dp_size=num_groups, **values), HierKVConfig())
+
+
 def test_window_layers_of_another_shape_are_refused_with_what_those_of_one_are() -> None:
     kind = "swa of two shapes"
     check_resolved(resolved(kind), HierKVConfig(remote_url="file:///d"))
     check_resolved(resolved(kind, tp_size=2), HierKVConfig(remote_url="file:///d"))
     for values, config, words in (
-        ({"tp_size": 2, "nnodes": 2}, HierKVConfig(), "--nnodes 1 with sliding-window layers"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora with sliding-window"),
         ({}, HierKVConfig(codec="lossless", disk_dir="/d"), "--hier-kv-codec none"),
         ({}, HierKVConfig(truncation="all"), "--hier-kv-truncation overflow or off"),
@@ -234,7 +240,6 @@ def test_a_tree_with_states_is_taken_for_a_model_with_states_alone() -> None:
 @pytest.mark.parametrize(
     ("values", "config", "words"),
     [
-        ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with layers that have a state"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora"),
         ({"enable_streaming_session": True}, HierKVConfig(), "no --enable-streaming-session"),
         ({"enable_session_radix_cache": True}, HierKVConfig(), "no --enable-session-radix-cache"),
@@ -548,7 +553,6 @@ def test_settings_survive_the_way_to_other_processes() -> None:
     [
         ({"pp_size": 2}, HierKVConfig(), "--pp-size 1 with rows of an index beside latent ones"),
         ({"dp_size": 2}, HierKVConfig(), "--dp-size 1 with rows of an index"),
-        ({"nnodes": 2}, HierKVConfig(), "--nnodes 1 with rows of an index"),
         ({"enable_lora": True}, HierKVConfig(), "no --enable-lora with rows of an index"),
         ({"speculative_algorithm": "NGRAM"}, HierKVConfig(), "full attention in every layer"),
         ({}, HierKVConfig(truncation="all"), "--hier-kv-truncation overflow or off"),

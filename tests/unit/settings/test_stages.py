@@ -110,7 +110,7 @@ def test_models_with_states_that_were_run_in_stages_are_served_on_one_node(
     one = Resolved(values, values, dict.fromkeys(values), kind, architecture=architecture)
     check_resolved(one, HierKVConfig())
     two = replace(one, values={**values, "nnodes": 2})
-    with pytest.raises(HierKVConfigError, match="--nnodes 1 with layers that have a state"):
+    with pytest.raises(HierKVConfigError, match="one node for pipeline stages"):
         check_resolved(two, HierKVConfig())
 
 
