@@ -6,6 +6,7 @@ The choice itself is made in `tier_kernels.py` (`evict_unwanted`, then `evict_wa
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -40,6 +41,22 @@ class PolicyState:
     queue: WaitingQueue
     pages: page_kernels.Pages
     hints: hint_kernels.Hints
+
+
+class Worth(NamedTuple):
+    """What pages are worth, one value a page.
+
+    Attributes:
+        needed: how soon a waiting request needs it; minus infinity where none does.
+        score: expected returns for a second of room, of pages that are needed at the same time.
+        said: whether that is by a hint or a pin of the page, not by what was learned of its class.
+        follows_scores: whether what was learned decides between pages of which nothing was said.
+    """
+
+    needed: npt.NDArray[np.float64]
+    score: npt.NDArray[np.float64]
+    said: npt.NDArray[np.bool_]
+    follows_scores: bool
 
 
 class TierLists:
@@ -237,28 +254,20 @@ class TierLists:
         """
         return [int(num) for num in self._lists.sizes] if self.has_shares else []
 
-    def worth(
-        self, rows: Rows, now_s: float
-    ) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.float64]]:
-        """How soon pages are needed, and their score among those that are needed at that time.
-
-        Of two pages, of this tier or another, the one with less leaves sooner; where both are
-        equal, age decides.
-        """
-        shared = self._shared
-        scores = np.zeros(len(rows))
-        times = self.return_times
-        hint_kernels.worth(
-            shared.hints, times.scores, shared.config.return_times and times.active,
-            shared.pages, rows, now_s, scores,
-        )  # fmt: skip
+    def worth(self, rows: Rows, now_s: float) -> Worth:
+        """What pages are worth, of this tier or another; the one with less leaves sooner."""
+        shared, times = self._shared, self.return_times
+        scores, by_hint = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
+        hint_kernels.worth(shared.hints, times.scores, shared.pages, rows, now_s, scores, by_hint)
         if self.num_pinned <= self._most_pinned:
-            scores[shared.pages.pinned[rows] != 0] = np.inf
+            pinned = shared.pages.pinned[rows] != 0
+            scores[pinned] = np.inf
+            by_hint |= pinned
         needed = np.full(len(rows), -np.inf)
         if shared.config.lookahead:
             places = shared.queue.needed_at(rows)
             needed[places >= 0] = -places[places >= 0]
-        return needed, scores
+        return Worth(needed, scores, by_hint, shared.config.return_times and times.active)
 
     def with_what_leads(self, rows: Rows, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Those of some pages that are chosen, or that lead to such or to pages that lie here.

@@ -245,7 +245,7 @@ def test_the_two_worths_say_the_same_as_the_order() -> None:
     policy.hint(_chat(1), 5.0, owner=0, returns_in_s=10.0)
     policy.hint(_chat(2), 5.0, owner=0, returns_in_s=100.0)
     policy.hint(_chat(3), 5.0, owner=0)
-    _, scores = tier.worth(_rows([30, 0, 20, 10]), 6.0)
+    scores = tier.worth(_rows([30, 0, 20, 10]), 6.0).score
     assert scores.tolist() == sorted(scores.tolist())
     assert scores[0] == -1.0
     assert len(set(scores.tolist())) == 4

@@ -158,12 +158,12 @@ def test_of_a_tier_with_more_pages_than_it_is_sure_to_hold_the_share_is_of_these
 def test_worth_says_the_same_as_the_order() -> None:
     policy = _pinning(3)
     policy.pin(_chat(0), 5.0, owner=0, seconds=60.0)
-    _, scores = policy.tiers[0].worth(_rows([20, 0, 10]), 6.0)
+    scores = policy.tiers[0].worth(_rows([20, 0, 10]), 6.0).score
     assert np.isinf(scores).tolist() == [False, True, False]
     policy = _pinning(3, share=0.05)
     policy.pins.pin(policy.pages, _chat(0), 60.0, 0, 1000, 5.0)
     policy.tiers[0].reclassified(_chat(0))
-    assert not np.isinf(policy.tiers[0].worth(_chat(0), 6.0)[1]).any()
+    assert not np.isinf(policy.tiers[0].worth(_chat(0), 6.0).score).any()
 
 
 class _Model:

@@ -292,13 +292,24 @@ def score(hints: Any, scores: Any, pages: Any, row: int, now_s: float) -> Any:
 
 @compiled
 def worth(
-    hints: Any, scores: Any, by_score: bool, pages: Any, rows: Any, now_s: float, out: Any
+    hints: Any, scores: Any, pages: Any, rows: Any, now_s: float, out: Any, by_hint: Any
 ) -> None:
-    """What pages that nobody waits for are worth; -1 for what leaves before all others."""
+    """What pages that nobody waits for are worth; -1 for what leaves before all others.
+
+    Args:
+        hints: The columns.
+        scores: What was learned of classes; see `SampledPages`.
+        pages: What is known of pages.
+        rows: i64[N].
+        now_s: Time.
+        out: f64[N], out.
+        by_hint: bool[N], out: whether that is by what was said of the page, not of its class.
+    """
     for i in range(rows.size):
         row = rows[i]
         kind = pages.kind[row]
-        if kind >= ENDED and is_followed(hints, kind, row):
+        by_hint[i] = kind >= ENDED and is_followed(hints, kind, row)
+        if by_hint[i]:
             out[i] = -1.0 if kind == ENDED else value(hints, pages.last_s, row, now_s)
-        elif by_score:
+        else:
             out[i] = score(hints, scores, pages, row, now_s)

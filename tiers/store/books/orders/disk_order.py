@@ -18,6 +18,9 @@ from sglang_ext.tiers.store.types import FILLING, Rows
 # Pages that one step of making room takes out of the order. More of them than are needed, and they
 # come back to the end from which pages leave: fewer a step would be another order.
 _STEP_PAGES = 64
+# A page that leaves DRAM is refused for an older one where its score is less than this share of the
+# other's. Scores are of classes: a long conversation would be lost as a whole for a near tie.
+_CLEARLY = 0.75
 
 
 class DiskOrder:
@@ -109,7 +112,9 @@ class DiskOrder:
 
         Of equal ones the first comes first: of a path the root, without which none is reached.
         """
-        needed, score = self._lists.worth(rows, now_s)
+        needed, score, said, follows_scores = self._lists.worth(rows, now_s)
+        if not (follows_scores or said.any()):
+            score = np.zeros(len(rows))  # all alike
         if not self._lists.has_shares:
             return np.lexsort((-score, -needed))
         return np.lexsort((-score, -needed, ~self._lists.is_within_share(rows)))
@@ -122,14 +127,20 @@ class DiskOrder:
         Where tenants have shares, first of all those of one that has no more than its own.
 
         If the same request needs both, the older page stays. If nobody needs either, the newer one
-        wins, unless scores count and the older one's is higher.
+        wins, unless scores count and the older one's is higher: of pages of which nothing was said
+        clearly so, as what is refused is lost. Where something was said of the older one alone, the
+        order has already put it behind what nobody spoke of; pinned ones stay.
         """
-        (needed, score), (needed2, score2) = (
-            self._lists.worth(each, now_s) for each in (rows, others)
-        )
-        unneeded = np.isneginf(needed) & np.isneginf(needed2)
-        younger = score >= score2 if by_score else np.True_
-        result: npt.NDArray[np.bool_] = (needed > needed2) | (unneeded & younger)
+        mine, theirs = (self._lists.worth(each, now_s) for each in (rows, others))
+        unneeded = np.isneginf(mine.needed) & np.isneginf(theirs.needed)
+        younger = np.ones(len(rows), np.bool_)
+        if by_score:
+            least = _CLEARLY if mine.follows_scores else 0.0
+            nothing_said = np.where(
+                theirs.said, ~np.isposinf(theirs.score), mine.score >= least * theirs.score
+            )
+            younger = np.where(mine.said, mine.score >= theirs.score, nothing_said)
+        result: npt.NDArray[np.bool_] = (mine.needed > theirs.needed) | (unneeded & younger)
         if self._lists.has_shares:
             within, within2 = (self._lists.is_within_share(each) for each in (rows, others))
             result = np.where(within == within2, result, within)
@@ -144,11 +155,12 @@ class DiskOrder:
 
         Where tenants have shares, first of all those of one that has more than its own.
         """
-        (needed, score), (needed2, score2) = (
-            self._lists.worth(each, now_s) for each in (rows, others)
+        mine, theirs = (self._lists.worth(each, now_s) for each in (rows, others))
+        unpinned = np.isneginf(theirs.needed) & np.isposinf(theirs.score)
+        unpinned &= ~np.isposinf(mine.score)
+        result: npt.NDArray[np.bool_] = (mine.needed < theirs.needed) | (
+            (mine.needed == theirs.needed) & unpinned
         )
-        unpinned = np.isneginf(needed2) & np.isposinf(score2) & ~np.isposinf(score)
-        result: npt.NDArray[np.bool_] = (needed < needed2) | ((needed == needed2) & unpinned)
         if self._lists.has_shares:
             within, within2 = (self._lists.is_within_share(each) for each in (rows, others))
             result = np.where(within == within2, result, within2)
