@@ -64,7 +64,7 @@ def test_the_draft_layer_of_a_model_with_states_is_served(architecture: str, dra
 def test_ranks_of_a_hybrid_draw_no_guesses() -> None:
     """SGLang tells all ranks which guesses are right, and not which these were."""
     windows: dict[str, Any] = {"kind": "swa", "architecture": WINDOW_TARGETS[0]}
-    drawn = {"speculative_use_rejection_sampling": True}
+    drawn: dict[str, Any] = {"speculative_use_rejection_sampling": True}
     check("EAGLE", **drawn, tp_size=2)
     for algorithm, model in (("EAGLE", STATES), ("EAGLE3", windows)):
         check(algorithm, **model, **drawn)
@@ -76,7 +76,7 @@ def test_guesses_are_fewer_than_half_of_what_is_between_two_states() -> None:
     """A model's chunk may be shorter than 64 tokens, and then a page of states is no longer."""
     states: dict[str, Any] = {"kind": "state", "architecture": "NemotronHForCausalLM"}
     for page, interval, most in ((16, 16, 8), (16, 32, 16), (64, 64, 32), (16, 256, 32)):
-        places = {"page_size": page, "mamba_track_interval": interval}
+        places: dict[str, Any] = {"page_size": page, "mamba_track_interval": interval}
         check("EAGLE", **states, **places, speculative_num_draft_tokens=most)
         words = f"--speculative-num-draft-tokens of at most {most} with .* got {most + 1};"
         with pytest.raises(HierKVConfigError, match=words):
