@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from sglang_ext.device.load_counter import LoadCounter
+from sglang_ext.device.pools import HybridPools
 from sglang_ext.device.rope_discovery import LayerRope
+from sglang_ext.errors import HierKVConfigError
 
 _KEPT = "a draft model's"
 
@@ -19,6 +21,23 @@ def kept_ropes(num_layers: int) -> list[LayerRope]:
     As the draft has it: what it guesses does not hang on how the model's is coded.
     """
     return [LayerRope(None, movable=False, is_kept=True, reason=_KEPT) for _ in range(num_layers)]
+
+
+def check_values(pools: HybridPools, *, has_states: bool) -> None:
+    """Refuses fp8 KV of a hybrid and its draft, which a checkpoint may ask for itself.
+
+    SGLang's argument is "auto" then, and only the pool says what that is.
+
+    Raises:
+        HierKVConfigError: one sentence.
+    """
+    is_hybrid = has_states or pools.window is not None
+    if is_hybrid and pools.num_draft_layers and not pools.full.rotatable:
+        raise HierKVConfigError(
+            "--enable-hier-kv needs KV of 16 bits or more with a draft model beside window layers "
+            "or layers with a state, got fp8, for which this checkpoint asks; give "
+            "--kv-cache-dtype bf16 or leave --speculative-algorithm out."
+        )
 
 
 def live_models(target: Any, draft_runners: Sequence[Any]) -> Any:

@@ -9,6 +9,8 @@ computes the draft's anew, before it tells which are right.
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -40,7 +42,10 @@ DRAFTED_HYBRIDS = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5ForCausalLMMTP",
     "NemotronHForCausalLM": "NemotronHForCausalLMMTP",
 }
-# Half of the least distance at which SGLang keeps states.
+# With it SGLang takes as many guesses for right as it says, whatever they are, and answers with one
+# token in the place of each, of which what it computed of the guesses is not the KV.
+_SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
+# Half of the distance of two states of most models, a page's or more.
 _MOST_GUESSES = 32
 # Of these EAGLE3 was tried, with a draft of full layers alone.
 WINDOW_KIND = "swa"
@@ -83,6 +88,7 @@ def outside_speculation(
         ("--hier-kv-tree-core python", config.tree_core),
         *_outside_trees(read, kind, release),
         ("no --speculative-adaptive", on(read("speculative_adaptive"))),
+        (f"no {_SIMULATED}", _simulated()),
     ]
     if kind not in LATENT_KINDS or algorithm != EAGLE:
         found.append(("no data parallel attention", on(has_attention_dp(read))))
@@ -92,9 +98,15 @@ def outside_speculation(
         found += [
             *_outside_kinds(algorithm, kind, architecture),
             *_outside_windows(read, kind),
+            _of_drawn_guesses(read, kind),
             ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
+            # SGLang may leave the draft's rows of what it decodes out then.
+            (
+                "--speculative-num-steps of at least 1",
+                "0" if read("speculative_num_steps") == 0 else "",
+            ),
             *_outside_codecs(read, config, kind),
         ]
     else:
@@ -102,6 +114,14 @@ def outside_speculation(
             found.append(("full attention in every layer", "a model with other layers"))
         found += [*_outside_masks(read, kind), _of_overlap(read, release)]
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
+
+
+def _simulated() -> str:
+    """How many guesses are taken for right whatever they are; empty where they are verified."""
+    value = os.environ.get(_SIMULATED, "")
+    with contextlib.suppress(ValueError):
+        return value if float(value) > 0 else ""
+    return value  # SGLang says of it what it makes of it, or ends
 
 
 def _of_truncation(algorithm: str, config: HierKVConfig, kind: str) -> tuple[str, str]:
@@ -219,13 +239,22 @@ def _outside_states(
             yield f"--speculative-accept-threshold-{name} 1.0", f"{float(threshold)}"
     # With more, two verifications in turn may each end behind a place for a state, and with overlap
     # scheduling the second would write its own where the first one's is.
-    num_guesses = read("speculative_num_draft_tokens") or 1
+    num_guesses, most = read("speculative_num_draft_tokens") or 1, _most_guesses(read)
     yield (
-        f"--speculative-num-draft-tokens of at most {_MOST_GUESSES}",
-        str(num_guesses) if num_guesses > _MOST_GUESSES else "",
+        f"--speculative-num-draft-tokens of at most {most}",
+        str(num_guesses) if num_guesses > most else "",
     )
     dtype = str(read("kv_cache_dtype") or "auto")
     yield "--kv-cache-dtype auto", dtype if dtype.startswith("fp8") else ""
+
+
+def _most_guesses(read: Callable[[str], Any]) -> int:
+    """Half of the distance of two states, which is a multiple of both of these; 32 at most.
+
+    It is a multiple of the model's chunk, too, which may be less than 64 tokens.
+    """
+    distance = max(read("page_size") or 0, read("mamba_track_interval") or 0)
+    return min(_MOST_GUESSES, distance // 2) if distance else _MOST_GUESSES
 
 
 def _outside_windows(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
@@ -235,6 +264,19 @@ def _outside_windows(read: Callable[[str], Any], kind: str) -> Iterator[tuple[st
     dtype = str(read("kv_cache_dtype") or "auto")
     if dtype not in ("auto", "bf16", "bfloat16"):
         yield "--kv-cache-dtype auto with window layers", dtype
+
+
+def _of_drawn_guesses(read: Callable[[str], Any], kind: str) -> tuple[str, str]:
+    """What is expected and what came of guesses that each rank of a hybrid draws for itself.
+
+    What is right is told to all ranks, and what was guessed is not.
+    """
+    are_several = kind not in WHOLE_KINDS and (read("tp_size") or 1) > 1
+    found = on(are_several and read("speculative_use_rejection_sampling"))
+    return (
+        "no --speculative-use-rejection-sampling (with window layers or states: --tp-size 1)",
+        found,
+    )
 
 
 # Attention that leaves out the other branches of a tree of guesses, whatever breadth is named. The

@@ -9,6 +9,7 @@ behind, so each that a page's key would name is compared with the tokens of the 
 from __future__ import annotations
 
 import random
+import sys
 import zlib
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -220,3 +221,16 @@ def test_with_more_guesses_a_late_result_has_its_state_written_over() -> None:
     answered(random.Random(1), most, 60, False)
     with pytest.raises(AssertionError):
         answered(random.Random(1), most, 60, True)
+
+
+def test_where_states_are_close_fewer_guesses_are_let_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model's chunk may be less than 64 tokens: what is right there is no more than this."""
+    page = 16
+    monkeypatch.setattr(sys.modules[__name__], "PAGE", page)
+    monkeypatch.setattr(Processor, "tree_cache", SimpleNamespace(page_size=page))
+    arguments = {"page_size": page, "mamba_track_interval": page}
+    assert answered(random.Random(1), speculation._most_guesses(arguments.get), 200, True) > 50
+    with pytest.raises(AssertionError):
+        answered(random.Random(1), speculation._MOST_GUESSES, 200, True)

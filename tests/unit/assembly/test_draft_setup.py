@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.assembly.draft_setup import count_loads_of, live_models
+from sglang_ext.assembly.draft_setup import check_values, count_loads_of, live_models
+from sglang_ext.assembly.parts.served_kv import served_kv
 from sglang_ext.device.load_counter import LoadCounter
 from sglang_ext.device.pools import describe_pool, describe_pools
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.namespace import digest_model
+from sglang_ext.settings.config import HierKVConfig
 
 ROWS = 9
 
@@ -96,6 +98,44 @@ def test_where_one_checkpoint_alone_asks_for_fp8_the_argument_for_both_is_named(
     with pytest.raises(HierKVConfigError) as caught:
         describe_pools(pool(3), drafts=[pool(1, dtype=torch.float16)])
     assert "--kv-cache-dtype" not in str(caught.value)
+
+
+class SWAKVPool(SimpleNamespace):
+    """By its name one of SGLang's."""
+
+
+@pytest.mark.parametrize("has_states", [True, False])
+def test_fp8_that_a_checkpoint_asks_for_is_refused_beside_a_hybrid(has_states: bool) -> None:
+    """As it is where the argument says so; here "auto" is fp8 of the target and of the draft."""
+    for dtype in (torch.bfloat16, torch.uint8):
+        full = pool(3, dtype=dtype)
+        layers = {layer: (layer // 2, bool(layer % 2)) for layer in range(6)}
+        window = {"swa_kv_pool": pool(3, dtype=dtype), "layers_mapping": layers, "page_size": 8}
+        target: Any = HybridLinearKVPool(full_kv_pool=full)
+        if not has_states:
+            target = SWAKVPool(full_kv_pool=full, **window)
+        pools = describe_pools(target, drafts=[pool(1, dtype=dtype)])
+        check_values(describe_pools(full, drafts=[pool(1, dtype=dtype)]), has_states=False)
+        check_values(describe_pools(target), has_states=has_states)
+        if dtype == torch.bfloat16:
+            check_values(pools, has_states=has_states)
+            continue
+        with pytest.raises(HierKVConfigError, match=r"got fp8, .* give --kv-cache-dtype bf16 or"):
+            check_values(pools, has_states=has_states)
+
+
+def test_values_are_looked_at_as_the_server_starts() -> None:
+    target = HybridLinearKVPool(full_kv_pool=pool(3, dtype=torch.uint8))
+    allocator = SimpleNamespace(get_kvcache=lambda: target)
+    drafts = (runner(pool(1, dtype=torch.uint8)),)
+    ctx = SimpleNamespace(
+        params=SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=8),
+        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(_hier_kv_draft_runners=drafts)),
+        is_hybrid_swa=False,
+        is_hybrid_ssm=True,
+    )
+    with pytest.raises(HierKVConfigError, match="got fp8, for which this checkpoint asks"):
+        served_kv(ctx, HierKVConfig())
 
 
 def test_a_draft_waits_for_the_whole_load() -> None:

@@ -81,6 +81,28 @@ def test_the_draft_layer_of_a_model_with_states_is_served(architecture: str, dra
     check("EAGLE", **states, draft=draft, tp_size=8, config={"remote_url": "file:///d"})
 
 
+def test_ranks_of_a_hybrid_draw_no_guesses() -> None:
+    """SGLang tells all ranks which guesses are right, and not which these were."""
+    windows: dict[str, Any] = {"kind": "swa", "architecture": WINDOW_TARGETS[0]}
+    drawn: dict[str, Any] = {"speculative_use_rejection_sampling": True}
+    check("EAGLE", **drawn, tp_size=2)
+    for algorithm, model in (("EAGLE", STATES), ("EAGLE3", windows)):
+        check(algorithm, **model, **drawn)
+        with pytest.raises(HierKVConfigError, match="no --speculative-use-rejection-sampling"):
+            check(algorithm, **model, **drawn, tp_size=2)
+
+
+def test_guesses_are_fewer_than_half_of_what_is_between_two_states() -> None:
+    """A model's chunk may be shorter than 64 tokens, and then a page of states is no longer."""
+    states: dict[str, Any] = {"kind": "state", "architecture": "NemotronHForCausalLM"}
+    for page, interval, most in ((16, 16, 8), (16, 32, 16), (64, 64, 32), (16, 256, 32)):
+        places: dict[str, Any] = {"page_size": page, "mamba_track_interval": interval}
+        check("EAGLE", **states, **places, speculative_num_draft_tokens=most)
+        words = f"--speculative-num-draft-tokens of at most {most} with .* got {most + 1};"
+        with pytest.raises(HierKVConfigError, match=words):
+            check("EAGLE", **states, **places, speculative_num_draft_tokens=most + 1)
+
+
 @pytest.mark.parametrize("architecture", WINDOW_TARGETS)
 def test_eagle3_is_served_where_layers_have_windows(architecture: str) -> None:
     check("EAGLE3", "swa", architecture=architecture, attention_backend="fa3")
@@ -133,6 +155,8 @@ REFUSED = [
         "fp8_e4m3",
     ),
     ("EAGLE", {"speculative_draft_window_size": 64}, "no --speculative-draft-window-size", "64"),
+    ("EAGLE", {"speculative_num_steps": 0}, "--speculative-num-steps of at least 1 with", "0"),
+    ("EAGLE", {**STATES, "speculative_num_steps": 0}, "--speculative-num-steps of at least", "0"),
     ("EAGLE", {"kind": "swa"}, "full attention in every layer (with window layers EAGLE3)", "a"),
     (
         "EAGLE3",
@@ -265,6 +289,21 @@ def test_of_branches_sglang_is_told_what_it_refused_by_itself() -> None:
     check_branches({**values, "attention_backend": "triton"}.get, "mha")
     with pytest.raises(HierKVConfigError, match=r"or fa3 .* got torch_native;"):
         check_branches({**values, "attention_backend": "torch_native"}.get, "mha")
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3", "STANDALONE", "NGRAM"])
+def test_guesses_that_are_taken_for_right_are_refused(
+    algorithm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang's benchmark of acceptance keeps KV of guesses under the tokens that it answers."""
+    for value in ("", "-1", "0"):
+        monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", value)
+        check(algorithm)
+    for value in ("2.5", "three"):
+        monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", value)
+        words = f"no SGLANG_SIMULATE_ACC_LEN with .* {algorithm}, got {value};"
+        with pytest.raises(HierKVConfigError, match=words):
+            check(algorithm)
 
 
 CODECS = ["disk=lossless", "host=lossless,disk=lossless", "remote=lossless", "remote=zstd"]
