@@ -104,6 +104,12 @@ def type_of_attention(module: torch.nn.Module) -> str:
     return str(getattr(kind, "value", kind))
 
 
+def window_of(module: torch.nn.Module) -> int:
+    """How many tokens before its own a layer's tokens see; 0 for all, and of what is no layer."""
+    window = getattr(module, "sliding_window_size", None) if type_of_attention(module) else None
+    return max(window or 0, 0)
+
+
 def num_positions(rope: LayerRope) -> int | None:
     """Rows of the layer's rotary table as it is now; None for a layer without. O(1)."""
     if rope.spec is None:

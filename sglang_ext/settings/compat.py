@@ -33,6 +33,7 @@ from sglang_ext.settings.speculation import (
     KEYED_BY_PAIRS,
     OTHER_DRAFT,
     WITHOUT_SPECULATION,
+    outside_branched_windows,
     outside_branches,
     outside_rows,
     outside_speculation,
@@ -461,6 +462,17 @@ def check_attention(attention_types: set[str]) -> None:
     """
     for found in sorted(attention_types - {"", _FROM_LEFT_TO_RIGHT}):
         _refuse("attention from left to right", f"layers of another kind ({found})", WITHOUT)
+
+
+def check_branched_windows(window: int, read: Callable[[str], Any]) -> None:
+    """Refuses windows where guesses branch, though all layers' KV is in one pool.
+
+    Args:
+        window: of the model's layers, in tokens; 0 where all of them see everything.
+        read: one of SGLang's arguments by its name, as SGLang resolved it.
+    """
+    for expected, found in outside_branched_windows(window, read):
+        _refuse(expected, found, WITHOUT_SPECULATION)
 
 
 def check_heads(attention_heads: set[int], expected: int) -> None:

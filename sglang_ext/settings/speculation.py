@@ -26,6 +26,7 @@ from sglang_ext.settings.untried import (
     on,
     outside,
 )
+from sglang_ext.settings.values import is_set
 
 NGRAM = "NGRAM"
 EAGLE = "EAGLE"  # SGLang's name of NEXTN, too
@@ -56,6 +57,10 @@ OTHER_DRAFT = (
     "choose another draft model (or a --dtype, where that alone differs) or leave "
     "--speculative-algorithm out"
 )
+# With it, and no steps, a draft's rows of what is answered are never written.
+_UNWRITTEN = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
+# With it a verification is prepared on a stream of its own, which was not looked at with trees.
+_OTHER_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 _NO_BACKEND = "none"
 _IN = " in "  # in front of a dtype
 WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
@@ -108,6 +113,7 @@ def outside_speculation(
                 "0" if read("speculative_num_steps") == 0 else "",
             ),
             *_outside_codecs(read, config, kind),
+            (f"no {_UNWRITTEN}", on(is_set(_UNWRITTEN))),
         ]
     else:
         if kind not in ("mha", "mla"):
@@ -185,6 +191,33 @@ def _outside_trees(
     yield f"{NEWEST_RELEASE} (where guesses branch)", older_release(release)
     backend = _other_backend(read, _BRANCHING)
     yield "--attention-backend triton, flashinfer or fa3 (where guesses branch)", backend
+    # SGLang asks the target's alone.
+    of_draft = read("speculative_draft_attention_backend") or _BRANCHING[0]
+    yield (
+        "--speculative-draft-attention-backend triton, flashinfer or fa3 (where guesses branch)",
+        "" if of_draft in _BRANCHING else of_draft,
+    )
+    yield f"no {_OTHER_STREAM} (where guesses branch)", on(is_set(_OTHER_STREAM))
+
+
+def outside_branched_windows(window: int, read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    """What is expected and what came of layers with a window, where guesses branch.
+
+    SGLang measures it from a guess's number among the guesses. One that has others of its depth
+    before it sees less than its window, and its KV in the layers above is not what decoding gives.
+
+    Args:
+        window: of the model's layers, in tokens; 0 where all of them see everything.
+        read: an argument's value by its name, as SGLang resolved it.
+    """
+    algorithm = read("speculative_algorithm")
+    if not window or algorithm is None:
+        return
+    expected = f"full attention in every layer with --speculative-algorithm {algorithm}"
+    if algorithm == NGRAM:
+        yield expected, f"a window of {window} tokens"
+    elif (read("speculative_eagle_topk") or 1) > 1:
+        yield f"{expected}, or --speculative-eagle-topk 1", f"a window of {window} tokens"
 
 
 def outside_rows(target: str, draft: str) -> Iterator[tuple[str, str]]:

@@ -349,7 +349,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "full_kv_pool swa_kv_pool layers_mapping page_size"
         ),
         ("srt.layers.radix_attention", "RadixAttention"): (
-            "layer_id attn_type tp_q_head_num is_cross_attention"
+            "layer_id attn_type tp_q_head_num is_cross_attention sliding_window_size"
         ),
         ("srt.layers.rotary_embedding.base", "RotaryEmbedding"): "cos_sin_cache",
         ("srt.lora.lora_manager", "LoRAManager"): "loras",

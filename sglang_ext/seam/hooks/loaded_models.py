@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
-from sglang_ext.device.rope_discovery import type_of_attention
+from sglang_ext.device.rope_discovery import type_of_attention, window_of
 from sglang_ext.seam.expected_pages import page_tokens
 from sglang_ext.seam.hooks.hooking import hook
-from sglang_ext.settings.compat import check_attention, check_heads
+from sglang_ext.settings.compat import check_attention, check_branched_windows, check_heads
 from sglang_ext.settings.disaggregation import check_handed_windows, is_disaggregated
 
 _ATTRIBUTE = "_hier_kv_draft_runners"
@@ -54,6 +55,7 @@ def check_layers(runner: Any, model: Any) -> None:
     Raises:
         HierKVConfigError: one sentence.
     """
+    from sglang.srt.arg_groups.overrides import resolution_result
     from sglang.srt.model_executor.model_runner_components.load_model_utils import (
         resolve_sliding_window_size,
     )
@@ -65,10 +67,13 @@ def check_layers(runner: Any, model: Any) -> None:
         heads = config.num_attention_heads // parallel.attn_tp_size
         check_heads({getattr(module, "tp_q_head_num", heads) for module in modules}, heads)
     server_args = runner.server_args
+    # With --disable-hybrid-swa-memory, and of some models always, they are in the one pool.
+    window = max(map(window_of, modules), default=0) or config.attention_chunk_size or 0
+    check_branched_windows(window, partial(resolution_result, server_args))
     if config.is_hybrid_swa and is_disaggregated(server_args.disaggregation_mode):
-        window = resolve_sliding_window_size(model, config)
+        handed = resolve_sliding_window_size(model, config)
         is_chunk = bool(config.attention_chunk_size)
-        check_handed_windows(page_tokens(server_args), window, is_chunk=is_chunk)
+        check_handed_windows(page_tokens(server_args), handed, is_chunk=is_chunk)
 
 
 def _around_loading(load: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ inprocess.prepare()
 from sglang.srt import runtime_context  # noqa: E402
 from sglang.srt.arg_groups.overrides import declare_resolution  # noqa: E402
 from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
+from sglang.srt.layers.radix_attention import RadixAttention  # noqa: E402
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
 from sglang_ext.assembly.codec_setup import try_profile  # noqa: E402
@@ -116,6 +118,37 @@ def test_pages_are_as_long_as_sglang_made_them(
     assert page_tokens(args) == 4 * PAGE
     with pytest.raises(HierKVConfigError, match=rf"a page \({4 * PAGE} tokens\) or more"):
         check_layers(runner, torch.nn.Module())
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "num_branches", "window", "is_refused"),
+    [
+        ("NGRAM", 1, 31, True),
+        ("EAGLE3", 4, 31, True),
+        ("EAGLE3", 1, 31, False),
+        (None, 4, 31, False),
+        ("NGRAM", 1, -1, False),
+        ("EAGLE3", 4, -1, False),
+    ],
+)
+def test_windows_in_one_pool_are_refused_where_guesses_branch(
+    algorithm: str | None,
+    num_branches: int,
+    window: int,
+    is_refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang measures a window by a guess's number, whatever pool the layer's KV is in."""
+    place = SimpleNamespace(attn_dp_size=1)
+    monkeypatch.setattr(runtime_context, "get_parallel", lambda: place)
+    args = ServerArgs(model_path="none", speculative_algorithm=algorithm)
+    declare_resolution(args, "the drafts", speculative_eagle_topk=num_branches)
+    runner = SimpleNamespace(model_config=config_of(TINYLM), server_args=args)
+    layers = [RadixAttention(4, 64, 1.0, 2, at, sliding_window_size=each)
+              for at, each in enumerate((-1, window))]  # fmt: skip
+    refusal = pytest.raises(HierKVConfigError, match=r"full attention in .*got a window of 31 tok")
+    with refusal if is_refused else nullcontext():
+        check_layers(runner, torch.nn.ModuleList(layers))
 
 
 def test_a_window_layer_larger_than_a_page_is_refused() -> None:

@@ -143,6 +143,12 @@ REFUSED = [
         "--attention-backend triton, flashinfer or fa3 (where guesses branch) with",
         "fa4",
     ),
+    (
+        "EAGLE",
+        {**TREES, "speculative_draft_attention_backend": "trtllm_mha"},
+        "--speculative-draft-attention-backend triton, flashinfer or fa3 (where guesses branch)",
+        "trtllm_mha",
+    ),
     ("NGRAM", {"speculative_eagle_topk": 10}, "(--speculative-ngram-max-bfs-breadth 1)", "10"),
     ("EAGLE", {"enable_multi_layer_eagle": True}, "no --enable-multi-layer-eagle with", "it"),
     ("STANDALONE", {"speculative_adaptive": True}, "no --speculative-adaptive with", "it"),
@@ -317,6 +323,30 @@ CODECS = ["disk=lossless", "host=lossless,disk=lossless", "remote=lossless", "re
 def test_codecs_that_lose_nothing_are_served(algorithm: str, kind: str, codec: str) -> None:
     check(algorithm, kind, {"codec": codec})
     check(algorithm, kind, {"codec": codec}, tp_size=2)
+
+
+VARIABLES = [
+    ("EAGLE", {}, "SGLANG_SIMULATE_ACC_LEN", "2.5", "2.5"),
+    ("NGRAM", {}, "SGLANG_SIMULATE_ACC_LEN", "3", "3"),
+    ("STANDALONE", {}, "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND", "yes", "it"),
+    ("EAGLE", TREES, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1", "it"),
+]
+
+
+@pytest.mark.parametrize(("algorithm", "values", "name", "value", "found"), VARIABLES)
+def test_variables_with_which_rows_are_not_what_their_tokens_give_are_refused(
+    algorithm: str,
+    values: dict[str, Any],
+    name: str,
+    value: str,
+    found: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv(name, "-1")
+    check(algorithm, **values)
+    monkeypatch.setenv(name, value)
+    with pytest.raises(HierKVConfigError, match=rf"no {name} .*got {found};"):
+        check(algorithm, **values)
 
 
 @pytest.mark.parametrize("codec", ["hier", "remote=hier", "disk=hier,remote=lossless"])
