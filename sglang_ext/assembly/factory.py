@@ -44,8 +44,12 @@ from sglang_ext.seam.hooks.loaded_models import algorithm_of, check_layers, draf
 from sglang_ext.seam.linker import HierKVLinker
 from sglang_ext.seam.media.page_digests import install_page_digests
 from sglang_ext.seam.metrics.reporter import MetricsReporter
-from sglang_ext.seam.start.ranks import group_of_nodes, node_rank, rank_place
-from sglang_ext.settings.arguments import on_all_nodes
+from sglang_ext.seam.start.ranks import (
+    arguments_of_nodes,
+    group_of_nodes,
+    node_rank,
+    rank_place,
+)
 from sglang_ext.settings.compat import check_keys, check_model, check_tree
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.settings.disaggregation import is_disaggregated
@@ -328,7 +332,7 @@ def _agree_with_nodes(ctx: Any, config: HierKVConfig, place: RankPlace) -> None:
         "release of sglang-hier-kv": __version__,
         "release of SGLang": version("sglang"),
         "model configuration": namespace_digest(model_facts(ctx)).hex()[:16],
-        **on_all_nodes(lambda name: getattr(server_args, name, None)),
+        **arguments_of_nodes(server_args),
     }
     own = settings_of(config, node_rank(), server_args._hier_kv_secret, alike)
     await_all(group)

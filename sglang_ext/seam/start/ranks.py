@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from sglang_ext.ranks.rank import RankPlace
+from sglang_ext.settings.arguments import on_all_nodes
 from sglang_ext.settings.compat import check_ranks
 
 
@@ -57,6 +59,20 @@ def node_rank() -> int:
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().node_rank)
+
+
+def arguments_of_nodes(server_args: Any) -> dict[str, Any]:
+    """What SGLang decided of the arguments that must be the same on every node, by flag.
+
+    Not what was given: older names of a flag (`--dp-size` with `--enable-dp-attention`) and what
+    SGLang chooses for a machine are told by what it made of them.
+
+    Args:
+        server_args: a resolved record.
+    """
+    from sglang.srt.arg_groups.overrides import resolution_result
+
+    return on_all_nodes(partial(resolution_result, server_args))
 
 
 def group_of_nodes(ctx: Any, place: RankPlace) -> Any:
