@@ -155,8 +155,8 @@ def _tensors_in(name: str, value: Any, depth: int = 0) -> Iterator[tuple[str, to
             parts = value
         elif isinstance(value, list | tuple):
             parts = dict(enumerate(value))
-        for part in parts:
-            yield from _tensors_in(f"{name}.{part}", parts[part], depth + 1)
+        for part, inner in parts.items():
+            yield from _tensors_in(f"{name}.{part}", inner, depth + 1)
 
 
 def digest_lora_adapter(adapter: Any) -> bytes:

@@ -43,8 +43,8 @@ DRAFTED_HYBRIDS = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5ForCausalLMMTP",
     "NemotronHForCausalLM": "NemotronHForCausalLMMTP",
 }
-# With it SGLang takes as many guesses for right as it says, whatever they are, and answers with one
-# token in the place of each, of which what it computed of the guesses is not the KV.
+# With it SGLang takes that many guesses for right, whatever they are, and answers other tokens. The
+# KV of the guesses would be stored as that of these tokens.
 _SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
 # Half of the distance of two states of most models, a page's or more.
 _MOST_GUESSES = 32

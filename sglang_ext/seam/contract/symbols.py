@@ -123,7 +123,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.managers.tokenizer_control_mixin", "TokenizerControlMixin"): "get_internal_state",
         # When the switches that are set after the scheduler is built have SGLang ask the cache.
         # And that who made others give way is asked next whether it may run.
-        (_SCHEDULER, "Scheduler"): ("_prefetch_kvcache is_fully_idle _get_new_batch_prefill_raw"),
+        (_SCHEDULER, "Scheduler"): "_prefetch_kvcache is_fully_idle _get_new_batch_prefill_raw",
         # Which stage waits for which, in which of its steps; see `ranks/stages.py`.
         (_STAGES, "SchedulerPPMixin"): (
             "event_loop_pp init_pp_loop_state _pp_launch_batch "

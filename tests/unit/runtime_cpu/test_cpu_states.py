@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -92,14 +93,19 @@ def test_a_scan_is_the_recurrence_and_has_its_states(lengths: list[int], has_ini
             )
 
 
-def test_an_update_is_the_recurrence() -> None:
-    inputs, weights = made(3)
-    pool, slots = torch.randn(6, H, P, N), torch.tensor([4, 1, 5])
-    before, out = pool.clone(), torch.empty(3, H, P)
+def update(
+    pool: torch.Tensor,
+    inputs: dict[str, torch.Tensor],
+    weights: dict[str, torch.Tensor],
+    slots: torch.Tensor,
+    out: torch.Tensor,
+    **options: Any,
+) -> None:
+    """The runtime's update, with weights and steps for each value of a head, as SGLang has them."""
     state_space.selective_state_update(
         pool,
         inputs["x"],
-        inputs["dt"][:, :, None].expand(-1, -1, P),
+        inputs["dt"].unsqueeze(-1).expand_as(inputs["x"]),
         weights["A"][:, None, None].expand(-1, P, N),
         inputs["B"],
         inputs["C"],
@@ -107,7 +113,15 @@ def test_an_update_is_the_recurrence() -> None:
         dt_bias=weights["dt_bias"][:, None].expand(-1, P),
         state_batch_indices=slots,
         out=out,
+        **options,
     )
+
+
+def test_an_update_is_the_recurrence() -> None:
+    inputs, weights = made(3)
+    pool, slots = torch.randn(6, H, P, N), torch.tensor([4, 1, 5])
+    before, out = pool.clone(), torch.empty(3, H, P)
+    update(pool, inputs, weights, slots, out)
     for i, slot in enumerate(slots.tolist()):
         row = {name: values[i : i + 1] for name, values in inputs.items()}
         found, states = recurrence(row, weights, before[slot])
@@ -125,17 +139,8 @@ def test_verified_guesses_are_the_recurrence_and_have_its_states() -> None:
     _, weights = made(1)
     pool, out = torch.randn(6, H, P, N), torch.empty(2, num_guesses, H, P)
     before, kept = pool.clone(), torch.empty(2, num_guesses, H, P, N)
-    state_space.selective_state_update(
-        pool,
-        inputs["x"],
-        inputs["dt"][..., None].expand(-1, -1, -1, P),
-        weights["A"][:, None, None].expand(-1, P, N),
-        inputs["B"],
-        inputs["C"],
-        weights["D"][:, None].expand(-1, P),
-        dt_bias=weights["dt_bias"][:, None].expand(-1, P),
-        state_batch_indices=slots,
-        out=out,
+    update(
+        *(pool, inputs, weights, slots, out),
         disable_state_update=True,
         intermediate_states_buffer=kept,
         intermediate_state_indices=rows,
