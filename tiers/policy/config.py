@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from sglang_ext.tiers.policy.order import base_order
+from sglang_ext.tiers.policy.base_orders.registry import base_order
 
 MAX_TENANTS = 15
 """Tenants with a share; a decision may look at pages of each of them."""

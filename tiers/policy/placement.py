@@ -18,11 +18,11 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.policy import page_kernels, return_kernels
+from sglang_ext.tiers.policy.base_orders.registry import base_order
 from sglang_ext.tiers.policy.config import PolicyConfig
 from sglang_ext.tiers.policy.hints import hint_kernels
 from sglang_ext.tiers.policy.hints.lives import Lives
 from sglang_ext.tiers.policy.hints.pins import Pins
-from sglang_ext.tiers.policy.order import base_order
 from sglang_ext.tiers.policy.return_times import Names, ReturnTimes
 from sglang_ext.tiers.policy.tier_lists import PolicyState, TierLists
 from sglang_ext.tiers.policy.waiting_queue import WaitingQueue

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.policy import return_kernels as kernels
-from sglang_ext.tiers.policy.order import BaseOrder
+from sglang_ext.tiers.policy.base_orders.base import BaseOrder
 from sglang_ext.tiers.policy.page_kernels import LEFT_BEHIND
 
 Names = npt.NDArray[np.uint64]

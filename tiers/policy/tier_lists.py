@@ -13,9 +13,9 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.policy import page_kernels
 from sglang_ext.tiers.policy import tier_kernels as kernels
+from sglang_ext.tiers.policy.base_orders.base import BaseOrder
 from sglang_ext.tiers.policy.config import PolicyConfig
 from sglang_ext.tiers.policy.hints import hint_kernels
-from sglang_ext.tiers.policy.order import BaseOrder
 from sglang_ext.tiers.policy.return_times import ReturnTimes
 from sglang_ext.tiers.policy.waiting_queue import WaitingQueue
 

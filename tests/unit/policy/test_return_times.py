@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
 from sglang_ext.tiers.policy import return_kernels as kernels
-from sglang_ext.tiers.policy.order import base_order
+from sglang_ext.tiers.policy.base_orders.registry import base_order
 from sglang_ext.tiers.policy.return_times import ReturnTimes
 
 _PATH = 4

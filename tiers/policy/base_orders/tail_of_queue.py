@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sglang_ext.tiers.policy.order import BaseOrder
+from sglang_ext.tiers.policy.base_orders.base import BaseOrder
 
 
 class TailOfQueueOrder(BaseOrder):
