@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from sglang_ext.tiers.base import Location
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy, PolicyConfig
-from sglang_ext.tiers.store.books.orders.copy_order import CopyOrder
+from sglang_ext.tiers.store.books.eviction.copy_order import CopyOrder
 from sglang_ext.tiers.store.types import ON_DISK, READY
 from tests.long_form import count
 

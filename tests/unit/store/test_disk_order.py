@@ -7,7 +7,7 @@ import pytest
 
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
-from sglang_ext.tiers.store.books.orders.disk_order import DiskOrder
+from sglang_ext.tiers.store.books.eviction.disk_order import DiskOrder
 
 NEW, OLD = np.arange(4), np.arange(10, 14)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from sglang_ext.tiers.store.books.orders.page_parents import PageParents
+from sglang_ext.tiers.store.books.eviction.page_parents import PageParents
 
 
 def rows(*numbers: int) -> np.ndarray:

@@ -11,11 +11,11 @@ from sglang_ext.tiers.policy import LEAST_RECENT, PlacementPolicy
 from sglang_ext.tiers.records.quality import Quality
 from sglang_ext.tiers.store.books.disk_pages import DiskPages
 from sglang_ext.tiers.store.books.dram_room import DramRoom
+from sglang_ext.tiers.store.books.eviction.copy_order import CopyOrder
+from sglang_ext.tiers.store.books.eviction.disk_order import DiskOrder
+from sglang_ext.tiers.store.books.eviction.dram_order import DramOrder
 from sglang_ext.tiers.store.books.loads import Loads
 from sglang_ext.tiers.store.books.lookups import Lookups
-from sglang_ext.tiers.store.books.orders.copy_order import CopyOrder
-from sglang_ext.tiers.store.books.orders.disk_order import DiskOrder
-from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.plan_pins import PlanPins
 from sglang_ext.tiers.store.books.plans import Plans

@@ -1,8 +1,8 @@
 """What lies on disk, what the disk gives up, and what it takes instead.
 
 Given up are first disk copies of pages that DRAM has, where they can be written again
-(`orders/duplicate_copies.py`), then pages in the order of `orders/disk_order.py`. Where that makes
-no room, `tiers/disk/reclaim.py` drops whole segments.
+(`eviction/duplicate_copies.py`), then pages in the order of `eviction/disk_order.py`. Where that
+makes no room, `tiers/disk/reclaim.py` drops whole segments.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from sglang_ext.tiers.base import RecoveredPages
+from sglang_ext.tiers.store.books.eviction.disk_order import DiskOrder
+from sglang_ext.tiers.store.books.eviction.duplicate_copies import DuplicateCopies
 from sglang_ext.tiers.store.books.lost_pages import Absence
-from sglang_ext.tiers.store.books.orders.disk_order import DiskOrder
-from sglang_ext.tiers.store.books.orders.duplicate_copies import DuplicateCopies
 from sglang_ext.tiers.store.books.page_states import GIVE_UP_COPY, LOSE_COPY
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.write_policy import WritePolicy

@@ -12,8 +12,8 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
+from sglang_ext.tiers.store.books.eviction.dram_order import DramOrder
 from sglang_ext.tiers.store.books.lost_pages import Absence
-from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
 from sglang_ext.tiers.store.books.page_table import PageTable
 from sglang_ext.tiers.store.books.spill_queue import SpillQueue
 from sglang_ext.tiers.store.books.write_policy import WritePolicy

@@ -17,11 +17,11 @@ from sglang_ext.tiers.base import RecoveredPages
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import NO_SEGMENT, NO_SLOT, PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
+from sglang_ext.tiers.store.books.eviction.copy_order import CopyOrder
+from sglang_ext.tiers.store.books.eviction.disk_order import DiskOrder
+from sglang_ext.tiers.store.books.eviction.dram_order import DramOrder
+from sglang_ext.tiers.store.books.eviction.page_parents import PageParents
 from sglang_ext.tiers.store.books.lost_pages import Absence, LostPages
-from sglang_ext.tiers.store.books.orders.copy_order import CopyOrder
-from sglang_ext.tiers.store.books.orders.disk_order import DiskOrder
-from sglang_ext.tiers.store.books.orders.dram_order import DramOrder
-from sglang_ext.tiers.store.books.orders.page_parents import PageParents
 from sglang_ext.tiers.store.books.page_states import (
     FILL,
     LEAVE_DRAM,

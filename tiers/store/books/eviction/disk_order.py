@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
-from sglang_ext.tiers.store.books.orders.segment_rows import SegmentRows
+from sglang_ext.tiers.store.books.eviction.segment_rows import SegmentRows
 from sglang_ext.tiers.store.types import FILLING, Rows
 
 # Pages that one step of making room takes out of the order. More of them than are needed, and they
