@@ -49,7 +49,7 @@ def attach(server_args: Any, config: Any) -> None:
     from sglang_ext.seam.contract.verdict import check_contract
     from sglang_ext.seam.hooks.hooking import check_hooks
     from sglang_ext.seam.start.front import hook_tokenizer_manager
-    from sglang_ext.settings.compat import DEFAULT_PAGE_SIZE, check_arguments
+    from sglang_ext.settings.refusals import DEFAULT_PAGE_SIZE, check_arguments
     from sglang_ext.truncation.secret import lineage_secret, secret_problem
 
     check_contract()

@@ -50,10 +50,10 @@ from sglang_ext.seam.start.ranks import (
     node_rank,
     rank_place,
 )
-from sglang_ext.settings.compat import check_keys, check_model, check_tree
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.settings.disaggregation import is_disaggregated
 from sglang_ext.settings.quotas import parse_quotas
+from sglang_ext.settings.refusals import check_keys, check_model, check_tree
 from sglang_ext.tiers.coded_host import RecordTier
 from sglang_ext.tiers.policy.cost_model import CostModel
 from sglang_ext.tiers.store import PageStore

@@ -31,7 +31,7 @@ def _build_rank(server_args: Any, rank: int) -> list[str]:
     from sglang_ext.device.pools import describe_pools
     from sglang_ext.seam.hooks.loaded_models import algorithm_of
     from sglang_ext.seam.start.ranks import rank_place
-    from sglang_ext.settings.compat import check_keys, check_model, check_tree
+    from sglang_ext.settings.refusals import check_keys, check_model, check_tree
 
     maker, ctx = _pools_of(server_args, rank)
     rank_place(ctx)

@@ -9,9 +9,9 @@ from sglang_ext.assembly.threads import FRONT, SCHEDULER, THREADS
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.metrics import names as metrics
 from sglang_ext.settings.arguments import FREE, LIMITED, flag
-from sglang_ext.settings.compat import Resolved, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import MODEL_KINDS, SERVED_MODES, may_move
+from sglang_ext.settings.refusals import Resolved, check_resolved
 from sglang_ext.settings.values import flag_name
 
 

@@ -32,9 +32,9 @@ from sglang_ext.seam.contract.source import ContractError, SGLangSource
 from sglang_ext.seam.contract.symbols import SYMBOLS
 from sglang_ext.seam.contract.verdict import examine, installed
 from sglang_ext.seam.model_kind import kind_of_folder
-from sglang_ext.settings.compat import Resolved, check_resolved
 from sglang_ext.settings.config import GIB, HierKVConfig
 from sglang_ext.settings.model_kinds import MODEL_KINDS
+from sglang_ext.settings.refusals import Resolved, check_resolved
 from sglang_ext.settings.values import ALLOW_UNTESTED, is_set
 from sglang_ext.tiers.anonymous_memory import available_bytes
 from sglang_ext.tiers.disk.segments.fileio import FileIO, direct_io_works

@@ -14,8 +14,8 @@ from typing import Any
 from sglang_ext.device.rope_discovery import type_of_attention, window_of
 from sglang_ext.seam.expected_pages import page_tokens
 from sglang_ext.seam.hooks.hooking import hook
-from sglang_ext.settings.compat import check_attention, check_branched_windows, check_heads
 from sglang_ext.settings.disaggregation import check_handed_windows, is_disaggregated
+from sglang_ext.settings.refusals import check_attention, check_branched_windows, check_heads
 
 _ATTRIBUTE = "_hier_kv_draft_runners"
 # SGLang's runner of the model that is loaded now.

@@ -12,9 +12,9 @@ from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.model_kind import hybrid_stages, model_kind, rows_of
-from sglang_ext.settings.compat import Resolved, check_branches, check_kind, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.model_kinds import STATE_KINDS
+from sglang_ext.settings.refusals import Resolved, check_branches, check_kind, check_resolved
 from sglang_ext.settings.speculation import NGRAM
 
 logger = logging.getLogger(__name__)

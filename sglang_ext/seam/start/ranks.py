@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang_ext.ranks.rank import RankPlace
 from sglang_ext.settings.arguments import on_all_nodes
-from sglang_ext.settings.compat import check_ranks
+from sglang_ext.settings.refusals import check_ranks
 
 
 def rank_place(ctx: Any) -> RankPlace:

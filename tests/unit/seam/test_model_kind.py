@@ -16,7 +16,7 @@ from sglang.srt.configs.model_config import ModelConfig  # noqa: E402
 
 from sglang_ext.errors import HierKVConfigError  # noqa: E402
 from sglang_ext.seam.model_kind import hybrid_stages, model_kind  # noqa: E402
-from sglang_ext.settings.compat import check_kind  # noqa: E402
+from sglang_ext.settings.refusals import check_kind  # noqa: E402
 from testkit.hybrids.index_model import CONFIGS  # noqa: E402
 from testkit.hybrids.oss_model import write_oss_model  # noqa: E402
 from testkit.hybrids.shaped_models import SHAPED_MODELS  # noqa: E402

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.settings.compat import Resolved, check_arguments, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.disaggregation import check_handed_windows
 from sglang_ext.settings.model_kinds import STATE_KINDS
+from sglang_ext.settings.refusals import Resolved, check_arguments, check_resolved
 
 SERVED: dict[str, Any] = {
     "disaggregation_transfer_backend": "mooncake",

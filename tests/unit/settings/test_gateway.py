@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.settings.compat import Resolved, check_arguments, check_resolved
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.images import why_not_images
+from sglang_ext.settings.refusals import Resolved, check_arguments, check_resolved
 
 QWEN = ("Qwen2VLForConditionalGeneration", "plain")
 # Of the two names SGLang makes the older one the newer when it resolves its arguments.

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.settings.compat import Resolved, check_branches, check_keys, check_resolved
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.refusals import Resolved, check_branches, check_keys, check_resolved
 from sglang_ext.settings.speculation import DRAFTED_HYBRIDS, WINDOW_TARGETS
 
 CHAINS: dict[str, Any] = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}

@@ -10,8 +10,8 @@ import pytest
 
 from sglang_ext.assembly.state_setup import awaited_layers
 from sglang_ext.errors import HierKVConfigError
-from sglang_ext.settings.compat import Resolved, check_resolved
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.refusals import Resolved, check_resolved
 
 STAGES: dict[str, Any] = {"pp_size": 2, "pp_async_batch_depth": 0, "disaggregation_mode": "null"}
 

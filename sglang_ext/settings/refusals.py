@@ -1,4 +1,4 @@
-"""What the plugin runs with, and what it refuses of server set-ups and models.
+"""What the plugin refuses of server set-ups and models.
 
 Every refusal is one sentence with what was expected, what came and what to do. Three times, each
 with more known: ``check_arguments`` as they were given, ``check_resolved`` when SGLang has decided

@@ -15,7 +15,10 @@ from runtime_cpu import launch
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.seam.contract.verdict import reference_releases
 from sglang_ext.settings.arguments import FREE, LIMITED, OF_OLDER
-from sglang_ext.settings.compat import (
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.images import ALONG_AXES, PLAIN, STATES, WITH_STATES, why_not_images
+from sglang_ext.settings.model_kinds import MODEL_KINDS
+from sglang_ext.settings.refusals import (
     Resolved,
     check_arguments,
     check_attention,
@@ -25,9 +28,6 @@ from sglang_ext.settings.compat import (
     check_resolved,
     check_tree,
 )
-from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.settings.images import ALONG_AXES, PLAIN, STATES, WITH_STATES, why_not_images
-from sglang_ext.settings.model_kinds import MODEL_KINDS
 
 
 def named(name: str, **attributes: Any) -> Any:
