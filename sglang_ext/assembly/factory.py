@@ -17,13 +17,13 @@ from sglang_ext.admission.forward_timer import ForwardTimer
 from sglang_ext.admission.load_or_compute import DramChoice, LoadOrCompute
 from sglang_ext.assembly.codec_setup import agree_on_profile, build_codecs
 from sglang_ext.assembly.draft_setup import count_loads_of
-from sglang_ext.assembly.limits import tell_limits
 from sglang_ext.assembly.one_copy import reader_store
 from sglang_ext.assembly.parts.identity import build_identity, model_facts
 from sglang_ext.assembly.parts.kernel_choice import choose_kernels, uses_triton
 from sglang_ext.assembly.parts.rank_copies import RankCopies, agree_on_copies
 from sglang_ext.assembly.parts.served_kv import ServedKV, ropes_of, served_kv
 from sglang_ext.assembly.parts.store import build_store, describe_records, share_folder
+from sglang_ext.assembly.size_advice import advise_on_sizes
 from sglang_ext.assembly.state_setup import awaited_layers, check_room, follow_loads
 from sglang_ext.assembly.window_setup import place_questions_of, window_layers, with_windows
 from sglang_ext.codec.page_codec import PageCodec
@@ -279,7 +279,7 @@ def _tell(
         "before rotary embedding" if is_position_free else "as the engine has it",
     )
     if not kv.is_hybrid:  # of a hybrid's pages, which are of several kinds, not all are loaded
-        tell_limits(config, store, ctx.params.page_size, int(ctx.model_config.context_len))
+        advise_on_sizes(config, store, ctx.params.page_size, int(ctx.model_config.context_len))
 
 
 def _metrics(

@@ -10,10 +10,10 @@ from typing import Literal
 from sglang_ext.admission.cost_feeds import CostFeeds
 from sglang_ext.assembly.early_checks import check_slots
 from sglang_ext.assembly.key_setup import Trust, build_trust
-from sglang_ext.assembly.limits import record_bytes
 from sglang_ext.assembly.one_copy import OneCopy
 from sglang_ext.assembly.policy_setup import placement_of
 from sglang_ext.assembly.remote_setup import division_of, open_remote, text_time
+from sglang_ext.assembly.size_advice import record_bytes
 from sglang_ext.codec.page_codec import PageCodec
 from sglang_ext.coded_remote.coded import coded_pages
 from sglang_ext.coded_remote.remote_codec import RemotePageCodec

@@ -15,7 +15,7 @@ def record_bytes(config: HierKVConfig) -> int:
     return config.disk_bytes or config.coded_host_bytes
 
 
-def tell_limits(
+def advise_on_sizes(
     config: HierKVConfig, store: PageStore, page_size: int, context_tokens: int
 ) -> None:
     """Says at start what these sizes cost: what is of no use of a long prompt, and held twice.

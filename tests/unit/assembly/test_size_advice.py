@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_ext.assembly.limits import tell_limits
+from sglang_ext.assembly.size_advice import advise_on_sizes
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.tiers.host import HostArena
 from sglang_ext.tiers.index import PageIndex
@@ -34,7 +34,7 @@ def _told(
 ) -> list[str]:
     caplog.clear()
     with caplog.at_level("INFO"):
-        tell_limits(config, store, PAGE_TOKENS, context)
+        advise_on_sizes(config, store, PAGE_TOKENS, context)
     return [record.getMessage() for record in caplog.records]
 
 
