@@ -4,8 +4,8 @@ SGLang appends an adapter's id to the client's `extra_key` without a separator, 
 can be another one's key and adapter. Here the two are kept apart: `tree_key` gives every pair of
 client's key and adapter a key of its own, and none that the plugin gives out itself can be named by
 a client. A request's salt is in no such key: it enters each page hash beside it
-(`seam/page_hash.py`). The number of a tenant whose share is counted (`KeySpace.tenant`) keeps
-nobody's KV apart.
+(`seam/page_hash.py`). The number of a tenant whose share is counted (`KeySpace.tenant_number`)
+keeps nobody's KV apart.
 
 Pure: no SGLang.
 """

@@ -87,7 +87,7 @@ class MissKeeper:
         state = state_of(req)
         wanted, state.wanted = state.wanted, None
         num_cached, counters = max(0, int(req.cached_tokens)), self._store.counters
-        tenant = counts_of_tenant(space.tenant) if self._by_tenant and space else None
+        tenant = counts_of_tenant(space.tenant_number) if self._by_tenant and space else None
         for whose in ("",) if tenant is None else ("", tenant):
             counters.add(f"{whose}requested_tokens", len(req.origin_input_ids))
             for tier, num_tokens in state.by_tier(num_cached).items():

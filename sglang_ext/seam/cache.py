@@ -276,7 +276,7 @@ class HierKVRadixCache(UnifiedRadixCache):
         """The same key space for pages that count towards a tenant's share."""
         if not self._quotas.shares or tenant is None:
             return space
-        return space._replace(tenant=self._quotas.tenant_of(tenant.salt, tenant.extra_key))
+        return space._replace(tenant_number=self._quotas.number_of(tenant.salt, tenant.extra_key))
 
     def bind_scheduler(self, scheduler: Any, truncator: Truncator | None = None) -> None:
         """The scheduler is built, around this cache; called once, before the first request.

@@ -42,7 +42,7 @@ class Quotas:
     shares: tuple[float, ...] = ()
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
 
-    def tenant_of(self, cache_salt: str | None, extra_key: str | None) -> int:
+    def number_of(self, cache_salt: str | None, extra_key: str | None) -> int:
         """Number of the tenant whose share a request counts towards; 0: that of all others."""
         number = self.numbers.get(("cache_salt", cache_salt or ""), 0)
         return number or self.numbers.get(("extra_key", extra_key or ""), 0)

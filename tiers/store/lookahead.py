@@ -147,7 +147,7 @@ class LookAhead:
         with table.lock:
             above, below = self._lookups.path(space, hashes, num_above, max_quality)
             path = np.concatenate([above, below])
-            table.assign(path, space.tenant)
+            table.assign(path, space.tenant_number)
             table.touch(path)
             # With nothing stored behind the device prefix, copies of the prefix are not needed.
             self._policy.enqueue(request, path if len(below) else below, table.now_s())

@@ -48,14 +48,15 @@ class KeySpace(NamedTuple):
         lora: 32 bytes, digest of the adapter's weights, or empty.
         epoch: when it was given out. Pages outlast it; what connects them with the device does not
             (`gate.py`).
-        tenant: whose share the pages count towards; see `PolicyConfig.shares`.
+        tenant_number: whose share the pages count towards, 0 for that of all who have none of
+            their own; see `PolicyConfig.shares`.
     """
 
     number: int
     digest: bytes
     lora: bytes
     epoch: Epoch
-    tenant: int = 0
+    tenant_number: int = 0
 
 
 class TierCounts(NamedTuple):

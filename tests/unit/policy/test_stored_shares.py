@@ -21,7 +21,7 @@ def test_a_flood_leaves_a_tenant_its_share_of_dram_and_disk(make: Make, policy: 
         slots=32, lookahead=True, policy=policy, max_bytes=80 * 8192, segment_bytes=16 * 8192,
         shares=(0.4,),
     )  # fmt: skip
-    tenant = rig.space._replace(tenant=1)
+    tenant = rig.space._replace(tenant_number=1)
     mine = pages("mine", 10)
     rig.save(mine, space=tenant)
     for number in range(12):
@@ -38,7 +38,7 @@ def test_a_flood_leaves_a_tenant_its_share_of_dram_and_disk(make: Make, policy: 
 def test_it_is_lost_without_a_share(make: Make) -> None:
     rig = make(slots=32, disk=False, lookahead=True)
     mine = pages("mine", 10)
-    rig.save(mine, space=rig.space._replace(tenant=1))
+    rig.save(mine, space=rig.space._replace(tenant_number=1))
     for number in range(4):
         rig.save(pages(f"others-{number}", 16))
     assert rig.ready(mine) == 0
@@ -60,7 +60,7 @@ def test_on_a_full_disk_a_tenant_below_its_share_takes_what_others_have_above_th
         rig.save(chat)
         lookahead.used(rig.space, chat, None)
         rig.settle()
-    tenant = rig.space._replace(tenant=1)
+    tenant = rig.space._replace(tenant_number=1)
     for number in range(2):
         rig.save(pages(f"mine-{number}", 16), space=tenant)
         rig.settle()
@@ -74,7 +74,7 @@ def test_pages_of_a_former_run_become_a_tenants_when_its_request_waits(
 ) -> None:
     rig = make(slots=32, lookahead=True, shares=(0.4,))
     mine = pages("mine", 10)
-    rig.save(mine, space=rig.space._replace(tenant=1))
+    rig.save(mine, space=rig.space._replace(tenant_number=1))
     rig.settle()
     rig.store.close()
     rig = make(slots=32, lookahead=True, shares=(0.4,))
@@ -82,7 +82,7 @@ def test_pages_of_a_former_run_become_a_tenants_when_its_request_waits(
     assert rig.store.stats()["quota_others_disk_pages"] == 10
     lookahead = rig.store.lookahead
     assert lookahead is not None
-    found = lookahead.expect("request", rig.space._replace(tenant=1), mine, 0)
+    found = lookahead.expect("request", rig.space._replace(tenant_number=1), mine, 0)
     assert found.disk == 10
     assert rig.store.stats()["quota_tenant_1_disk_pages"] == 10
     lookahead.leave("request")

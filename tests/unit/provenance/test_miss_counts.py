@@ -99,7 +99,7 @@ def test_tenants_with_a_share_are_counted_apart(make: Make) -> None:
     rig.save(path)
     keeper = MissKeeper(rig.store, PAGE, by_tenant=True)
     for tenant, whose in ((2, "tenant_2_"), (0, "tenant_others_")):
-        keeper.runs(waits(rig, path, 3 * PAGE), rig.space._replace(tenant=tenant))
+        keeper.runs(waits(rig, path, 3 * PAGE), rig.space._replace(tenant_number=tenant))
         found = rig.store.counters.snapshot()
         assert found[f"{whose}requested_tokens"] == 4 * PAGE + 1
         assert found[f"{whose}reused_host_tokens"] == 3 * PAGE

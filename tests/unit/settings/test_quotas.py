@@ -16,11 +16,11 @@ from sglang_ext.tiers.policy import config as policy_config
 def test_shares_are_read_and_requests_are_told_apart() -> None:
     quotas = parse_quotas("cache_salt:acme=0.3, extra_key:web%2Cold%3D1=0.2,extra_key:a:b=0.5")
     assert quotas.shares == (0.3, 0.2, 0.5)
-    assert quotas.tenant_of("acme", None) == 1
-    assert quotas.tenant_of("acme", "a:b") == 1  # the salt says whose
-    assert quotas.tenant_of(None, "web,old=1") == 2
-    assert quotas.tenant_of("other", "a:b") == 3
-    assert quotas.tenant_of(None, "acme") == quotas.tenant_of(None, None) == 0
+    assert quotas.number_of("acme", None) == 1
+    assert quotas.number_of("acme", "a:b") == 1  # the salt says whose
+    assert quotas.number_of(None, "web,old=1") == 2
+    assert quotas.number_of("other", "a:b") == 3
+    assert quotas.number_of(None, "acme") == quotas.number_of(None, None) == 0
     assert parse_quotas("") == Quotas()
 
 
@@ -58,8 +58,8 @@ def test_a_file_gives_them_and_keeps_the_salts_out_of_sight(
     config = HierKVConfig.from_dict({"quotas": f"@{path}"})
     quotas = parse_quotas(config.quotas)
     assert quotas.shares == (0.3, 0.2, 0.1)
-    assert quotas.tenant_of("acme,west", None) == 1
-    assert quotas.tenant_of(None, "b") == 3
+    assert quotas.number_of("acme,west", None) == 1
+    assert quotas.number_of(None, "b") == 3
     assert "acme" not in repr(config)
     assert not caplog.text
     path.write_text("cache_salt:other=0.9")

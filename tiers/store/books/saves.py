@@ -99,12 +99,12 @@ class Saves:
             if before_plans:
                 returning = self._returning(rows, quality, len(ancestors))
                 back = np.flatnonzero(returning & ~wanted)
-            table.assign(path, space.tenant)
+            table.assign(path, space.tenant_number)
             table.link(path)
             table.touch(path)  # before room is made: the path must not be pushed out by its child
             self._room.note_save(len(pages) + len(back))
             pages, slots, refused = self._take_slots(
-                path, pages, back, space.tenant, before_plans=before_plans
+                path, pages, back, space.tenant_number, before_plans=before_plans
             )
             why = Absence.NOT_SAVED if before_plans else None  # a fetch: nothing is lost
             table.remove(rows[refused][created[refused]], why)

@@ -51,7 +51,7 @@ class TenantPuts:
     def _tenants(self, space: KeySpace, items: Sequence[PutItem]) -> list[int]:
         """Whose share pages count towards; of one that is nowhere here its key space says it."""
         hashes = np.frombuffer(b"".join(item.key.page_hash for item in items), np.uint8)
-        tenants = np.full(len(items), space.tenant, np.int64)
+        tenants = np.full(len(items), space.tenant_number, np.int64)
         with self._table.lock:
             rows = self._table.index.lookup(hashes.reshape(len(items), -1), space.number)
             known = rows >= 0
