@@ -1,0 +1,502 @@
+"""What docs/compatibility.md says in its own words is refused, as set-ups to ask the code about.
+
+Each row of the two tables "by what they are given with" and "by what drafts", and each bullet under
+"Speculation", is here by its first words. A phrase of it comes with changes that must be refused of
+a set-up that is served without them, and with the exceptions that the row names, which must be
+served. Who changes a refusal or a row changes the phrase here, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+from sglang_ext.assembly.draft_setup import check_values
+from sglang_ext.settings.refusals import check_attention
+
+SetUp = Mapping[str, Any]
+"""Arguments of SGLang by their names, and besides those of `FACTS`."""
+
+FACTS = ("kind", "architecture", "draft", "release", "rows", "config", "variables")
+"""Of the model and of SGLang, of the plugin's settings, and of the environment."""
+
+
+def changed(before: SetUp, after: SetUp) -> SetUp:
+    """A set-up with some of its values replaced."""
+    inner = {
+        name: {**before.get(name, {}), **after.get(name, {})} for name in ("config", "variables")
+    }
+    return {**before, **after, **inner}
+
+
+@dataclass(frozen=True)
+class Phrase:
+    """A part of a row.
+
+    Attributes:
+        text: of the row, as it stands there.
+        refused: changes of each set-up of `on`, each of which makes it one that is refused.
+        on: set-ups that are served; empty: those of the row.
+        served: whole set-ups that are named as exceptions.
+        late: calls that refuse what is known later in the start alone.
+    """
+
+    text: str
+    refused: tuple[SetUp, ...] = ()
+    on: tuple[SetUp, ...] = ()
+    served: tuple[SetUp, ...] = ()
+    late: tuple[Callable[[], None], ...] = ()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a table by its first cell, or a bullet by its first words.
+
+    Attributes:
+        on: set-ups that are served.
+        phrases: all that it says; none where it names another page.
+    """
+
+    on: tuple[SetUp, ...] = ()
+    phrases: tuple[Phrase, ...] = ()
+
+
+def _setting(**values: Any) -> SetUp:
+    return {"config": values}
+
+
+def _fp8_of_a_checkpoint(*, has_states: bool) -> Callable[[], None]:
+    full = SimpleNamespace(rotatable=False)
+    pools = SimpleNamespace(window=not has_states or None, num_draft_layers=1, full=full)
+    return lambda: check_values(cast(Any, pools), has_states=has_states)
+
+
+_KV: SetUp = {"kind": "mha", "architecture": "LlamaForCausalLM"}
+_LATENT: SetUp = {"kind": "mla", "architecture": "DeepseekV3ForCausalLM"}
+_INDEXED: SetUp = {"kind": "indexed", "architecture": "DeepseekV32ForCausalLM"}
+_OSS, _MELLUM, _LAGUNA, _LLAMA4 = (
+    {"kind": "swa", "architecture": name}
+    for name in (
+        "GptOssForCausalLM", "MellumForCausalLM", "LagunaForCausalLM",
+        "Llama4ForConditionalGeneration",
+    )
+)  # fmt: skip
+_KEPT = {"mamba_radix_cache_strategy": "extra_buffer"}
+_NEMOTRON, _QWEN35, _QWEN35_IMAGES, _NEXT, _GRANITE = (
+    {"kind": "state", "architecture": name, **_KEPT}
+    for name in (
+        "NemotronHForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
+        "Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM",
+    )
+)  # fmt: skip
+_KIMI, _KIMI_K3 = (
+    {"kind": "state beside latent rows", "architecture": name, **_KEPT}
+    for name in ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
+)
+
+_STAGES = {"pp_size": 2}
+_SEVERAL_NODES = {"nnodes": 2}
+_GROUPS = {"tp_size": 2, "attn_dp_size": 2}
+_ADAPTERS = ({"enable_lora": True}, {"lora_paths": ["a"]})
+_SESSIONS = ({"enable_streaming_session": True}, {"enable_session_radix_cache": True})
+_RUST, _SLO = _setting(tree_core="rust"), _setting(slo_ms=100.0)
+_OVERFLOW, _MATCH, _ALL = (_setting(truncation=each) for each in ("overflow", "match", "all"))
+_LOSSLESS, _LOSSY, _REMOTE_LOSSY, _ZSTD = (
+    _setting(codec=each, disk_dir="/d", remote_url="file:///d")
+    for each in ("lossless", "hier", "remote=cachegen-paper", "remote=zstd")
+)
+_FP8 = ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e5m2"})
+_PREFILL = {"disaggregation_mode": "prefill"}
+_DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
+
+BY_MODE: dict[str, Row] = {
+    "anything": Row(
+        (_KV,),
+        (
+            Phrase("`--page-size 1`", ({"page_size": 1},), served=({**_KV, "page_size": 16},)),
+            Phrase(
+                "models with encoder attention",
+                late=(lambda: check_attention({"decoder", "encoder_only"}),),
+            ),
+        ),
+    ),
+    "models of K and V (windows and Mamba2's states among them, latent rows not)": Row(
+        (_KV, _OSS, _NEMOTRON),
+        (
+            Phrase(
+                "`SGLANG_USE_HND_KVCACHE`",
+                ({"variables": {"SGLANG_USE_HND_KVCACHE": "1"}},),
+                served=tuple(
+                    {**each, "variables": {"SGLANG_USE_HND_KVCACHE": "1"}}
+                    for each in (_LATENT, _INDEXED, _KIMI)
+                ),
+            ),
+        ),
+    ),
+    "`--hier-kv-truncation` other than `off`": Row(
+        tuple(changed(_KV, each) for each in (_OVERFLOW, _MATCH, _ALL)),
+        (
+            Phrase(
+                "several tokenizer workers",
+                ({"tokenizer_worker_num": 2},),
+                served=({**_KV, "tokenizer_worker_num": 2},),
+            ),
+        ),
+    ),
+    "pipeline stages": Row(),
+    "data parallel attention": Row(
+        ({**_KV, **_GROUPS}, {**_KV, "enable_dp_attention": True}),
+        (
+            Phrase(
+                "`--hier-kv-truncation match` or `all`",
+                (_MATCH, _ALL),
+                served=(changed({**_KV, **_GROUPS}, _OVERFLOW),),
+            ),
+            Phrase(
+                "speculation other than with the draft layer of latent rows",
+                tuple(
+                    {"speculative_algorithm": each, "attention_backend": "triton"}
+                    for each in ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+                ),
+                served=tuple(
+                    {**each, **_GROUPS, "speculative_algorithm": "EAGLE"}
+                    for each in (_LATENT, _INDEXED)
+                ),
+            ),
+            Phrase("adapters", _ADAPTERS),
+            Phrase("streaming sessions", ({"enable_streaming_session": True},)),
+            Phrase("`--enable-session-radix-cache`", ({"enable_session_radix_cache": True},)),
+            Phrase("`--enable-prefill-delayer`", ({"enable_prefill_delayer": True},)),
+            Phrase("Kimi Linear", (_GROUPS,), on=(_KIMI,), served=({**_KIMI_K3, **_GROUPS},)),
+        ),
+    ),
+    "layers of windows in a pool of their own": Row(
+        (_OSS, _MELLUM),
+        (
+            Phrase(
+                "pipeline stages but for gpt-oss",
+                (_STAGES,),
+                on=(_MELLUM, _LAGUNA, _LLAMA4),
+                served=({**_OSS, **_STAGES},),
+            ),
+            Phrase("these on several nodes", (_SEVERAL_NODES,), on=({**_OSS, **_STAGES},)),
+            Phrase("`--hier-kv-tree-core rust`", (_RUST,)),
+            Phrase("`--swa-prefix-tails`", ({"swa_prefix_tails": 2},)),
+            Phrase(
+                "`--enable-encoder-swa-bounded-replay`",
+                ({"enable_encoder_swa_bounded_replay": True},),
+            ),
+            Phrase(
+                "`--enable-decoder-swa-bounded-replay`",
+                ({"enable_decoder_swa_bounded_replay": True},),
+            ),
+            Phrase(
+                "what the table of models names", (*_ADAPTERS, *_SESSIONS, _SLO, _LOSSY)
+            ),
+        ),
+    ),
+    "layers with a state": Row(
+        (_NEMOTRON, _NEXT, _KIMI),
+        (
+            Phrase(
+                "pipeline stages but for Nemotron-H, Qwen3.5 (text) and Kimi Linear",
+                (_STAGES,),
+                on=(_NEXT, _GRANITE, _QWEN35_IMAGES, _KIMI_K3),
+                served=tuple({**each, **_STAGES} for each in (_NEMOTRON, _QWEN35, _KIMI)),
+            ),
+            Phrase(
+                "these on several nodes",
+                (_SEVERAL_NODES,),
+                on=tuple({**each, **_STAGES} for each in (_NEMOTRON, _QWEN35, _KIMI)),
+            ),
+            Phrase("`--hier-kv-tree-core rust`", (_RUST,)),
+            Phrase(
+                "`--mamba-radix-cache-strategy` other than `extra_buffer`",
+                ({"mamba_radix_cache_strategy": "no_buffer"},),
+            ),
+            Phrase("`--hier-kv-slo-ms`", (_SLO,)),
+            Phrase("what the table of models names", (*_ADAPTERS, *_SESSIONS, _LOSSY)),
+        ),
+    ),
+    "rows of an index beside latent ones": Row(
+        (_INDEXED,),
+        (
+            Phrase("whole schedulers", ({"dp_size": 2},)),
+            Phrase("stages", (_STAGES,)),
+            Phrase("`--hier-kv-tree-core rust`", (_RUST,)),
+            Phrase("adapters", _ADAPTERS),
+            Phrase("sessions", _SESSIONS),
+            Phrase(
+                "a codec that loses something",
+                (_LOSSY,),
+                served=(changed(_INDEXED, _LOSSLESS),),
+            ),
+            Phrase("what the table of models names", (_MATCH, _ALL)),
+        ),
+    ),
+    "`--speculative-algorithm`": Row(),
+    "`--disaggregation-mode`": Row(),
+}  # fmt: skip
+
+
+def _guesses(algorithm: str, model: SetUp, **more: Any) -> SetUp:
+    return {
+        **model, "speculative_algorithm": algorithm, "speculative_eagle_topk": 1,
+        "attention_backend": "triton", **more,
+    }  # fmt: skip
+
+
+_DRAFTS = tuple(_guesses(each, _KV) for each in ("EAGLE", "EAGLE3", "STANDALONE"))
+_NGRAM = _guesses("NGRAM", _KV)
+_LATENT_DRAFTS = tuple(_guesses("EAGLE", each) for each in (_LATENT, _INDEXED))
+_OSS_DRAFT = _guesses("EAGLE3", _OSS)
+_STATE_DRAFTS = tuple(_guesses("EAGLE", each) for each in (_NEXT, _QWEN35, _NEMOTRON))
+_ANY = (*_DRAFTS, _NGRAM, *_LATENT_DRAFTS, _OSS_DRAFT, *_STATE_DRAFTS)
+_ANY_DRAFT = tuple(each for each in _ANY if each is not _NGRAM)
+_TREE = {"speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
+_DRAWN = {"speculative_use_rejection_sampling": True}
+_TWO = {"tp_size": 2}
+
+OF_SPECULATION: dict[str, Row] = {
+    "trees of drafts": Row(
+        phrases=(
+            Phrase(
+                "trees of drafts (`--speculative-eagle-topk` over 1)",
+                (_TREE,),
+                on=(_NGRAM,),
+                served=tuple({**each, **_TREE} for each in _DRAFTS),
+            ),
+            Phrase("K and V of every head", (_TREE,), on=(*_LATENT_DRAFTS, *_STATE_DRAFTS)),
+            Phrase(
+                "SGLang 0.5.23",
+                ({"release": "0.5.22"},),
+                on=tuple({**each, **_TREE} for each in _DRAFTS),
+            ),
+            Phrase(
+                "`--attention-backend triton`, `flashinfer` or `fa3`",
+                tuple(
+                    {"attention_backend": each} for each in ("fa4", "trtllm_mha", "torch_native")
+                ),
+                on=tuple({**each, **_TREE} for each in _DRAFTS),
+                served=tuple(
+                    {**each, **_TREE, "attention_backend": backend}
+                    for each in _DRAFTS
+                    for backend in ("flashinfer", "fa3")
+                ),
+            ),
+            Phrase(
+                "no `--disaggregation-mode`",
+                (_PREFILL, _DECODE),
+                on=tuple({**each, **_TREE} for each in _DRAFTS[:2]),
+            ),
+        )
+    ),
+    "adapters and sessions": Row(
+        _ANY, (Phrase("adapters", _ADAPTERS), Phrase("sessions", _SESSIONS))
+    ),
+    "`--hier-kv-truncation`": Row(
+        phrases=(
+            Phrase(
+                "`--hier-kv-truncation`, but for `overflow` with a draft model",
+                (_MATCH, _ALL),
+                on=_ANY,
+                served=tuple(changed(each, _OVERFLOW) for each in (*_DRAFTS, *_LATENT_DRAFTS)),
+            ),
+            Phrase(
+                "without a second pool or states",
+                (_OVERFLOW,),
+                on=(_NGRAM, _OSS_DRAFT, *_STATE_DRAFTS),
+            ),
+        )
+    ),
+    "`--hier-kv-tree-core rust`": Row(_ANY, (Phrase("`--hier-kv-tree-core rust`", (_RUST,)),)),
+    "several draft models": Row(
+        _ANY_DRAFT,
+        (Phrase("(`--enable-multi-layer-eagle`)", ({"enable_multi_layer_eagle": True},)),),
+    ),
+    "`--speculative-adaptive`": Row(
+        phrases=(
+            Phrase("`--speculative-adaptive`", ({"speculative_adaptive": True},), on=_ANY),
+            Phrase(
+                "`--speculative-num-steps 0` with a draft model",
+                ({"speculative_num_steps": 0},),
+                on=_ANY_DRAFT,
+            ),
+        )
+    ),
+    "`SGLANG_SIMULATE_ACC_LEN`": Row(
+        _ANY,
+        (Phrase("`SGLANG_SIMULATE_ACC_LEN`", ({"variables": {"SGLANG_SIMULATE_ACC_LEN": "2"}},)),),
+    ),
+    "`--speculative-use-rejection-sampling`": Row(
+        phrases=(
+            Phrase(
+                "`--speculative-use-rejection-sampling` with a draft model beside window layers or "
+                "states by several ranks",
+                (_DRAWN,),
+                on=tuple({**each, **_TWO} for each in (_OSS_DRAFT, *_STATE_DRAFTS)),
+                served=(
+                    *({**each, **_DRAWN} for each in (_OSS_DRAFT, *_STATE_DRAFTS)),
+                    *({**each, **_DRAWN, **_TWO} for each in (*_DRAFTS, *_LATENT_DRAFTS)),
+                ),
+            ),
+        )
+    ),
+    "a draft's KV of another": Row(
+        _ANY_DRAFT,
+        (
+            Phrase("dtype", ({"speculative_draft_kv_cache_dtype": "float16"},)),
+            Phrase("window", ({"speculative_draft_window_size": 128},)),
+        ),
+    ),
+}
+
+_K_AND_V, _ROWS = "K and V of every head in torch.bfloat16", "latent rows in torch.bfloat16"
+
+BY_DRAFT: dict[str, Row] = {
+    "NGRAM": Row(
+        (_NGRAM,),
+        (
+            Phrase(
+                "attention that takes guesses for one chain",
+                tuple({"attention_backend": each} for each in ("fa3", "fa4", "trtllm_mha")),
+            ),
+            Phrase(
+                "`--attention-backend triton`, or `flashinfer` for models with K and V of every "
+                "head (on a CPU `intel_amx`)",
+                tuple({"attention_backend": each} for each in ("flashinfer", "intel_amx")),
+                on=(_guesses("NGRAM", _LATENT),),
+                served=tuple(
+                    {**_NGRAM, "attention_backend": each}
+                    for each in ("triton", "flashinfer", "intel_amx")
+                ),
+            ),
+            Phrase(
+                "Window layers in a pool of their own",
+                ({"speculative_algorithm": "NGRAM"},),
+                on=({**_OSS, "attention_backend": "triton", "speculative_eagle_topk": 1},),
+            ),
+        ),
+    ),
+    "a draft model": Row(
+        _DRAFTS,
+        (
+            Phrase("`--hier-kv-slo-ms`", (_SLO,), on=_ANY_DRAFT),
+            Phrase(
+                "lossy codecs but `hier` with K and V of every head",
+                (_REMOTE_LOSSY,),
+                served=tuple(changed(each, _LOSSY) for each in _DRAFTS),
+            ),
+            Phrase(
+                "with data parallel attention or with `--disaggregation-mode` any codec",
+                (_LOSSLESS, _ZSTD),
+                on=(
+                    *({**each, **_GROUPS} for each in _LATENT_DRAFTS),
+                    *({**each, **_PREFILL} for each in _DRAFTS[:2]),
+                ),
+                served=tuple(changed(each, _LOSSLESS) for each in (*_DRAFTS, *_LATENT_DRAFTS)),
+            ),
+            Phrase(
+                "one with K and V of every head for DeepSeek V3", ({"rows": (_ROWS, _K_AND_V)},)
+            ),
+            Phrase(
+                "in float16 for a model in bfloat16",
+                ({"rows": (_K_AND_V, "K and V of every head in torch.float16")},),
+                served=tuple({**each, "rows": (_K_AND_V, _K_AND_V)} for each in _DRAFTS),
+            ),
+            Phrase(
+                "states beside a model without", ({"rows": (_K_AND_V, "layers with a state")},)
+            ),
+        ),
+    ),
+    "a draft model, with latent rows": Row(
+        _LATENT_DRAFTS,
+        (
+            Phrase(
+                "all but EAGLE (NEXTN)",
+                tuple({"speculative_algorithm": each} for each in ("EAGLE3", "STANDALONE")),
+            ),
+        ),
+    ),
+    "a draft model, with window layers in a pool of their own": Row(
+        (_OSS_DRAFT,),
+        (
+            Phrase(
+                "all but EAGLE3",
+                tuple({"speculative_algorithm": each} for each in ("EAGLE", "STANDALONE")),
+            ),
+            Phrase(
+                "for gpt-oss with a draft of full layers",
+                tuple({"architecture": each["architecture"]} for each in (_MELLUM, _LAGUNA)),
+            ),
+            Phrase("a codec", (_LOSSLESS, _ZSTD)),
+            Phrase("an fp8 KV cache", _FP8),
+            Phrase(
+                "also where the checkpoint asks for it",
+                late=(_fp8_of_a_checkpoint(has_states=False),),
+            ),
+        ),
+    ),
+    "a draft model, beside states": Row(
+        _STATE_DRAFTS,
+        (
+            Phrase(
+                "all but Qwen3-Next, Qwen3.5 and Nemotron-H with their own draft layer",
+                (
+                    {"draft": "LlamaForCausalLMEagle"},
+                    {"architecture": "GraniteMoeHybridForCausalLM"},
+                    {"speculative_algorithm": "EAGLE3"},
+                    {"speculative_algorithm": "STANDALONE"},
+                ),
+                served=({**_STATE_DRAFTS[0], "draft": "Qwen3NextForCausalLMMTP"},),
+            ),
+            Phrase("a codec", (_LOSSLESS, _ZSTD)),
+            Phrase(
+                "`--enable-linear-replayssm-spec`", ({"enable_linear_replayssm_spec": True},)
+            ),
+            Phrase(
+                "`--speculative-accept-threshold-single` or `-acc` below 1",
+                (
+                    {"speculative_accept_threshold_single": 0.9},
+                    {"speculative_accept_threshold_acc": 0.9},
+                ),
+                served=tuple(
+                    {
+                        **each, "speculative_accept_threshold_single": 1.0,
+                        "speculative_accept_threshold_acc": 1.0,
+                    }
+                    for each in _STATE_DRAFTS
+                ),
+            ),
+            Phrase(
+                "more draft tokens than 32",
+                ({"speculative_num_draft_tokens": 33},),
+                served=tuple(
+                    {**each, "speculative_num_draft_tokens": 32} for each in _STATE_DRAFTS
+                ),
+            ),
+            Phrase(
+                "half of `--page-size` and of `--mamba-track-interval`",
+                ({"speculative_num_draft_tokens": 17},),
+                on=tuple(
+                    {**each, "page_size": 16, "mamba_track_interval": 32}
+                    for each in _STATE_DRAFTS
+                ),
+                served=(
+                    {
+                        **_STATE_DRAFTS[0], "page_size": 16, "mamba_track_interval": 32,
+                        "speculative_num_draft_tokens": 16,
+                    },
+                ),
+            ),
+            Phrase("an fp8 KV cache", _FP8),
+            Phrase(
+                "also where the checkpoint asks for it",
+                late=(_fp8_of_a_checkpoint(has_states=True),),
+            ),
+            Phrase("prefill and decode servers", (_PREFILL, _DECODE)),
+        ),
+    ),
+}  # fmt: skip

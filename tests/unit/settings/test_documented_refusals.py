@@ -1,0 +1,109 @@
+"""The words of docs/compatibility.md about what is refused, row by row, and what the code says."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.refusals import Resolved, check_resolved
+from tests.unit.settings.documented_refusals import (
+    BY_DRAFT,
+    BY_MODE,
+    FACTS,
+    OF_SPECULATION,
+    Phrase,
+    Row,
+    SetUp,
+    changed,
+)
+
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "compatibility.md"
+ROWS = {**BY_MODE, **OF_SPECULATION, **BY_DRAFT}
+PHRASES = [(row, phrase) for row in ROWS.values() for phrase in row.phrases]
+
+
+def _part(after: str, before: str) -> str:
+    """The text between two lines that stand once."""
+    _, part = PAGE.read_text().split(f"\n{after}\n")
+    return part.split(f"\n{before}\n")[0]
+
+
+def _table(text: str) -> dict[str, str]:
+    """The second cells of a table by the first."""
+    cells = re.findall(r"^\| (.*?) \| (.*) \|$", text, flags=re.MULTILINE)
+    return {first: second for first, second in cells if (first, second) != ("with", "refused")}
+
+
+def _bullets(text: str) -> list[str]:
+    return [" ".join(each.split()) for each in re.split(r"^- ", text, flags=re.MULTILINE)[1:]]
+
+
+def _documented() -> dict[str, str]:
+    """What each row says; of a bullet its name is as much of it as is known here."""
+    tables = _table(_part("Besides, by what they are given with:", "### Speculation"))
+    tables |= _table(_part("By what drafts:", "## Arguments without"))
+    speculation = _part("### Speculation", "By what drafts:").partition("\n\n- ")[2]
+    for bullet in _bullets(f"- {speculation}"):
+        names = [name for name in OF_SPECULATION if bullet.startswith(name)]
+        tables[names[0] if names else bullet] = bullet
+    return tables
+
+
+def _answer(set_up: SetUp, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The sentence with which a set-up is refused; empty where it is served."""
+    values = {name: value for name, value in set_up.items() if name not in FACTS}
+    resolved = Resolved(
+        values, values, dict.fromkeys(values), set_up["kind"], set_up.get("release", "0.5.23"),
+        set_up["architecture"], rows=set_up.get("rows", ("", "")), draft=set_up.get("draft", ""),
+    )  # fmt: skip
+    with monkeypatch.context() as patch:
+        for name, value in set_up.get("variables", {}).items():
+            patch.setenv(name, value)
+        try:
+            check_resolved(resolved, HierKVConfig(**set_up.get("config", {})))
+        except HierKVConfigError as error:
+            return str(error)
+    return ""
+
+
+def test_each_row_of_the_page_is_asked_about() -> None:
+    assert sorted(_documented()) == sorted(ROWS)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_each_part_of_a_row_is_asked_about(name: str) -> None:
+    """Where a row names another page, that has the list."""
+    says, phrases = _documented()[name], [phrase.text for phrase in ROWS[name].phrases]
+    if not phrases:
+        assert re.search(r"\]\(.*#.*\)", says)
+        return
+    for text in phrases:
+        assert text in says
+    for clause in says.split("; "):
+        assert any(text in clause for text in phrases), f"nobody asks about: {clause}"
+    for text in phrases:
+        says = says.replace(text, "")
+    assert re.findall(r"`[^`]*`", re.sub(r"\(.*?\)", "", says)) == [], "nobody asks about these"
+
+
+@pytest.mark.parametrize(
+    ("row", "phrase"), PHRASES, ids=[phrase.text[:60] for _, phrase in PHRASES]
+)
+def test_what_the_page_says_is_refused_is_refused_and_its_exceptions_are_served(
+    row: Row, phrase: Phrase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert phrase.refused or phrase.late
+    for before in phrase.on or row.on:
+        assert _answer(before, monkeypatch) == ""
+        for after in phrase.refused:
+            refused = changed(before, after)
+            assert _answer(refused, monkeypatch), f"is served: {refused}"
+    for served in phrase.served:
+        assert _answer(served, monkeypatch) == "", f"is refused: {served}"
+    for refuse in phrase.late:
+        with pytest.raises(HierKVConfigError):
+            refuse()
