@@ -7,6 +7,7 @@ the thousand is taken out in small pieces here, as a world has few pages.
 from __future__ import annotations
 
 import functools
+import logging
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -103,6 +104,12 @@ def scheduler_waits(monkeypatch: pytest.MonkeyPatch) -> Iterator[SchedulerWaits]
     waits = SchedulerWaits(monkeypatch)
     yield waits
     assert not waits.seen
+
+
+@pytest.fixture
+def quiet(caplog: pytest.LogCaptureFixture) -> None:
+    """Keeps the log short of worlds in which pages are lost and failures injected on purpose."""
+    caplog.set_level(logging.CRITICAL)
 
 
 @pytest.fixture(autouse=True, scope="module")

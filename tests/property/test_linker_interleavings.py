@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,10 +38,10 @@ CASES.remove(("lookahead-pre", 2))
 
 
 @pytest.mark.parametrize(("name", "seed"), CASES, ids=[f"{n}-{s}" for n, s in CASES])
+@pytest.mark.usefixtures("quiet")
 def test_no_page_is_read_before_it_is_written_or_written_after_it_is_freed(
-    name: str, seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, seed: int, tmp_path: Path
 ) -> None:
-    caplog.set_level(logging.CRITICAL)  # thousands of injected failures
     world = World(tmp_path, 1000 * seed, **WORLDS[name])
     shown = [
         "save", "load", "abort", "forward", "finish", "flush", "clear", "change_weights",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from tests.long_form import count
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.queue_world import QueueWorld
 
-pytestmark = pytest.mark.usefixtures("scheduler_waits")
+pytestmark = pytest.mark.usefixtures("scheduler_waits", "quiet")
 
 ROUNDS = count(1, 5)  # and on until all is seen
 SEEDS = count(1, 20)  # so many queues of each kind
@@ -44,10 +43,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
 
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize("name", WORLDS)
-def test_every_request_is_admitted_and_the_books_balance(
-    make: Make, name: str, seed: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    caplog.set_level(logging.CRITICAL)  # reads fail on purpose
+def test_every_request_is_admitted_and_the_books_balance(make: Make, name: str, seed: int) -> None:
     world = make(1000 * seed + sum(map(ord, name)), **WORLDS[name])
 
     def one_round() -> None:

@@ -6,7 +6,6 @@ By default each kind of world runs once; the long form has more of those whose w
 from __future__ import annotations
 
 import itertools
-import logging
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,6 +25,8 @@ from tests.property.worlds import ranks_world
 from tests.property.worlds.coverage import missing, run_until_all_seen
 from tests.property.worlds.rank_of_many import run_until_found
 from tests.property.worlds.ranks_world import run_ranks
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 NUM_STEPS = 200
 COST_COUNTERS = (
@@ -56,10 +57,8 @@ def test_ranks_decide_alike(
     lookahead: bool,
     remote: bool,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """What is not in DRAM lies on a disk of each rank's own, or in its remote store."""
-    caplog.set_level(logging.CRITICAL)  # many injected failures
     shown = ["admitted", "held", "loaded", "last page", "saved", "cleared", "failed"]
     brought = "remote_promoted_pages" if remote else "promoted_pages"
     shown += [
@@ -148,10 +147,8 @@ def test_no_page_meets_other_weights_than_those_that_made_it(
     remote: bool,
     seed: int,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Weights and an adapter change at any point; what reaches the device is checked at once."""
-    caplog.set_level(logging.CRITICAL)
 
     def note(ranks: list[ranks_world.Rank]) -> None:
         for rank in ranks:
@@ -169,10 +166,9 @@ UPDATES: dict[str, Any] = {
 
 
 def test_the_gate_alone_turns_stale_promises_into_misses(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A change that forgets to drop a promise costs a hit, on all ranks alike; never a token."""
-    caplog.set_level(logging.CRITICAL)
 
     def forgets(self: Any) -> None:
         self.quiesce()
@@ -183,10 +179,9 @@ def test_the_gate_alone_turns_stale_promises_into_misses(
 
 
 def test_promises_that_outlive_their_weights_are_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Promises that are neither dropped nor compared bring KV of other weights to the device."""
-    caplog.set_level(logging.CRITICAL)
     num_promised = PromiseBook.num_promised
 
     def of_any_space(self: Any, handle: Any, space: Any, device_pages: int) -> int:
@@ -214,10 +209,9 @@ def brings_other_weights(folder: Path, seed: int) -> bool:
 
 
 def test_ranks_that_promise_what_they_have_themselves_are_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the reduction the same worlds diverge."""
-    caplog.set_level(logging.CRITICAL)
 
     def not_reduced(self: Any, rank: int, vector: np.ndarray) -> None:
         kept = vector.copy()
@@ -242,10 +236,9 @@ def find_in_worlds(folder: Path, patch: pytest.MonkeyPatch, **settings: Any) -> 
 
 
 def test_ranks_that_load_what_is_worth_it_to_themselves_are_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What one rank would use is not what all of them were promised."""
-    caplog.set_level(logging.CRITICAL)
 
     def num_promised(self: Any, handle: Any, space: Any, device_pages: int) -> int:
         most: int = self._room.most_pages(handle, device_pages) - device_pages
@@ -264,10 +257,8 @@ def test_two_requests_do_not_wait_for_each_others_room(
     num_stages: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Where plans may pin little, requests wait for room, here for this one's, there for that's."""
-    caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr(ranks_world, "NUM_SLOTS", 10)
     seen: Counter[str] = Counter()
 
@@ -301,13 +292,11 @@ def test_stages_decide_alike_in_steps_that_lie_apart(
     changes: bool,
     remote: bool,
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """None waits for a later one in the same step, and pages are what the weights of now make.
 
     What is not in DRAM lies on a disk of each rank's own, or in its remote store.
     """
-    caplog.set_level(logging.CRITICAL)
     brought = "remote_promoted_pages" if remote else "promoted_pages"
     shown = ["admitted", "held", "loaded", "last page", "saved", "cleared"]
     shown += [f"rank {rank}: {brought}" for rank in range(num_ranks)]
@@ -347,10 +336,9 @@ def test_stages_that_take_a_round_a_step_sooner_wait_for_each_other(
 
 
 def test_stages_keep_what_they_told_of_until_it_is_taken(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where pins are given back in between, a promise is of pages that are gone: it ends there."""
-    caplog.set_level(logging.CRITICAL)
 
     def forgets(self: StagedLockstep) -> Any:
         for promise in self.promises._open.values():

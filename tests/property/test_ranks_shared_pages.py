@@ -6,7 +6,6 @@ chance, while DRAM is too small and pages come and go in it.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -23,17 +22,14 @@ from tests.property.worlds import rank_of_many, ranks_world
 from tests.property.worlds.ranks_world import run_ranks
 from tests.property.worlds.truncation_ranks import OneCopyRank
 
+pytestmark = pytest.mark.usefixtures("quiet")
+
 NUM_WORLDS = 40  # with a mistake, at most: the first mostly shows it
 CASES = [
     (2, "timeout", True, False, False), (3, "wait_complete", True, False, False),
     (2, "best_effort", True, False, True), (2, "wait_complete", False, True, False),
     (3, "timeout", True, True, True),
 ]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)  # many injected failures
 
 
 @pytest.mark.parametrize(("num_ranks", "policy", "lookahead", "remote", "changes"), CASES)

@@ -5,7 +5,6 @@ By default two worlds, of few loads; the long form has more of both.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,8 @@ from tests.long_form import FACTOR, count
 from tests.property.worlds.rank_of_many import run_until_found, run_worlds
 from tests.property.worlds.taint_world import Wrong
 from tests.property.worlds.truncation_ranks import TruncationRank
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 LOADS = count(2, 60)  # with moved tokens
 QUOTES = count(1, 20)  # among these
@@ -68,9 +69,7 @@ def test_ranks_cut_alike_and_move_the_same(
     seed: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
     ranks = run(tmp_path, monkeypatch, name, seed)
     for rank in ranks[1:]:
         pairs = zip(ranks[0].trace, rank.trace, strict=True)
@@ -86,10 +85,9 @@ def test_ranks_cut_alike_and_move_the_same(
 
 
 def test_ranks_that_compose_of_what_they_have_themselves_are_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without the reduction ranks make a prompt of other pages; none loads what others do not."""
-    caplog.set_level(logging.CRITICAL)
 
     def alone(self: Consensus, flags: np.ndarray) -> np.ndarray:
         return flags
@@ -100,10 +98,9 @@ def test_ranks_that_compose_of_what_they_have_themselves_are_found_out(
 
 
 def test_ranks_that_take_what_they_find_themselves_are_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Text that one rank alone lacks: without the digests the others go on without it."""
-    caplog.set_level(logging.CRITICAL)
     settle = AgreedQuotes.settle
 
     def alone(self: AgreedQuotes, agreed: Sequence[AgreedSearch]) -> None:
@@ -115,9 +112,8 @@ def test_ranks_that_take_what_they_find_themselves_are_found_out(
 
 
 def test_k_that_was_moved_to_another_place_is_found_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caplog.set_level(logging.CRITICAL)
     prepares = PageCopier.prepare_runs
 
     def elsewhere(self: PageCopier, runs: Any, rows: Any, position: int) -> Any:

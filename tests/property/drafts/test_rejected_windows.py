@@ -8,7 +8,6 @@ of its own, go on from one place, too.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -103,16 +102,15 @@ RANKS: list[tuple[Any, dict[str, Any]]] = [
 @pytest.mark.sampled("RemoteDraftingRank-*")
 @pytest.mark.parametrize("seed", range(SEEDS))
 @pytest.mark.parametrize(("kind", "options"), RANKS)
+@pytest.mark.usefixtures("quiet")
 def test_ranks_that_guess_go_on_from_one_place(
     kind: Any,
     options: dict[str, Any],
     seed: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Each loses pages of its own: all rows that a request attends to are its own."""
-    caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
     own: list[dict[str, Any]] = [{"host_pages": 30}, {"host_pages": 22}]
     ranks = run_alike(
         kind, tmp_path, monkeypatch, seed=seed, own=own, num_loads=count(2, 40), **options

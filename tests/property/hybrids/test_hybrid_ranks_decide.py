@@ -5,7 +5,6 @@ By default worlds are short, and what is rarely seen of them is left to the long
 
 from __future__ import annotations
 
-import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -26,6 +25,8 @@ from tests.property.worlds.hybrid_ranks import (
     run_alike,
 )
 from tests.property.worlds.rank_of_many import run_until_found
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 LOADS = count(1, 40)  # in each world
 SEEDS = count(1, 3)
@@ -84,9 +85,7 @@ def test_ranks_decide_alike(
     seed: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
     ranks = run_alike(kind, tmp_path, monkeypatch, seed=seed, own=own, num_loads=LOADS, **options)
     print(name, seed, ranks[0].counts, [rank.num_lost for rank in ranks])
     if not FACTOR:
@@ -103,9 +102,7 @@ def test_a_rank_that_goes_by_its_own_store_is_found_out(
     mistaken: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr(ResumeBook, "_settle_one", mistaken)
     options, own = REMOTE_STATES["stores that swap parts"]
 

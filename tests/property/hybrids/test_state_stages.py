@@ -7,7 +7,6 @@ short, and what is rarely seen of them is left to the long form.
 
 from __future__ import annotations
 
-import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,8 @@ from tests.property.worlds.hybrid_ranks import (
 from tests.property.worlds.rank_of_many import run_until_found, run_worlds
 from tests.property.worlds.state_world import StageLayers, stages_of
 from tests.property.worlds.window_world import PAGE
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 LOADS = count(1, 40)  # in each world
 REMOTE_LOADS = count(1, 15)  # where a store swaps parts, or does not answer, fewer are resumed
@@ -87,9 +88,7 @@ def test_stages_decide_alike_in_steps_that_lie_apart(
     seed: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
     kind, options, own = CASES[name]
     ranks = run_alike(
         kind, tmp_path, monkeypatch, seed=seed, own=own,
@@ -189,10 +188,8 @@ def test_a_prompt_is_resumed_at_the_furthest_place_that_all_stages_have_whole(
     seed: int,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Which one that is is counted out from all that each stage has, page by page."""
-    caplog.set_level(logging.CRITICAL)
     own, options = PLACES[name]
     ranks = run_worlds(
         _LosingStage, tmp_path, monkeypatch, seed=seed, own=own, num_loads=1,
@@ -213,9 +210,7 @@ def test_a_stage_that_goes_by_its_own_store_is_found_out(
     mistaken: Any,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
-    caplog.set_level(logging.CRITICAL)
     monkeypatch.setattr(ResumeBook, "_settle_one", mistaken)
     kind, options, own = CASES["stores that swap parts"]
 

@@ -6,7 +6,6 @@ late by its own chance and loses pages; what a row says of itself is checked as 
 
 from __future__ import annotations
 
-import logging
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from tests.property.worlds.hybrid_ranks import StateRank
 from tests.property.worlds.rank_of_many import run_until_found, run_worlds
 from tests.property.worlds.taint_world import Request
 from tests.property.worlds.world_ranks import WorldRank
+
+pytestmark = pytest.mark.usefixtures("quiet")
 
 NUM_LOADS = 12
 MOST_KEPT = 8
@@ -94,11 +95,6 @@ class StateMediaRank(StateRank, StateMediaWorld):
             [counters.get(f"{name}_requests", 0) for name in ("image", "unnamed_image")],
             counters.get("image_name_conflicts", 0),
         ))  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.CRITICAL)  # pages that are made to be lost
 
 
 @pytest.mark.sampled("two-*")
