@@ -91,6 +91,29 @@ class Recovered:
     is_partly_unread: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Sought:
+    """A file that is named as a segment, and what it has to be; see `recover_segment`."""
+
+    io: FileIO
+    path: Path
+    segment_id: int
+    namespace: bytes
+    slot_bytes: int
+    seals: RecordSeals
+    past_holes: bool
+
+    def mismatch(self, found: SegmentHeader | Trailer) -> SegmentState | None:
+        """What a file is whose header or trailer says something else; None where it says this."""
+        if (found.segment_id, found.namespace) != (self.segment_id, self.namespace):
+            return SegmentState.FOREIGN
+        if found.slot_bytes != self.slot_bytes:
+            return SegmentState.STALE_LAYOUT
+        if found.protected is not (self.seals.footers is not None):
+            return SegmentState.LOCKED
+        return None
+
+
 def recover_segment(
     io: FileIO,
     path: Path,
@@ -116,7 +139,8 @@ def recover_segment(
             segment was never sealed. Behind damage there may be records that were acknowledged,
             behind the last write of a process that was killed some that were not.
     """
-    found, table = _examine(io, path, segment_id, namespace, slot_bytes, seals, past_holes)
+    sought = _Sought(io, path, segment_id, namespace, slot_bytes, seals, past_holes)
+    found, table = _examine(sought)
     if table is None:
         return found
     try:
@@ -146,25 +170,15 @@ def examine_segment(
     past_holes: bool = False,
 ) -> Recovered:
     """Like `recover_segment`, and leaves the file as it is."""
-    return _examine(io, path, segment_id, namespace, slot_bytes, seals, past_holes)[0]
+    return _examine(_Sought(io, path, segment_id, namespace, slot_bytes, seals, past_holes))[0]
 
 
-def _examine(
-    io: FileIO,
-    path: Path,
-    segment_id: int,
-    namespace: bytes,
-    slot_bytes: int,
-    seals: RecordSeals,
-    past_holes: bool,
-) -> tuple[Recovered, SegmentTable | None]:
+def _examine(sought: _Sought) -> tuple[Recovered, SegmentTable | None]:
     """What lies in a segment; with the table to seal it with where it was scanned."""
     try:
-        file_bytes = path.stat().st_size
+        file_bytes = sought.path.stat().st_size
         try:
-            return _read_or_scan(
-                io, path, segment_id, namespace, slot_bytes, file_bytes, seals, past_holes
-            )
+            return _read_or_scan(sought, file_bytes)
         except FutureVersionError:
             return _nothing(SegmentState.FUTURE, file_bytes), None
         except LockedFooterError:
@@ -173,40 +187,34 @@ def _examine(
         return _nothing(SegmentState.UNREADABLE, 0), None
 
 
-def _read_or_scan(
-    io: FileIO,
-    path: Path,
-    segment_id: int,
-    namespace: bytes,
-    slot_bytes: int,
-    file_bytes: int,
-    seals: RecordSeals,
-    past_holes: bool,
-) -> tuple[Recovered, SegmentTable | None]:
-    is_protected = seals.footers is not None
+def _read_or_scan(sought: _Sought, file_bytes: int) -> tuple[Recovered, SegmentTable | None]:
+    io, path = sought.io, sought.path
     trailer, pages, tail_error = None, None, None
     try:
-        trailer, pages = read_footer(io, path, file_bytes, seals.footers)
+        trailer, pages = read_footer(io, path, file_bytes, sought.seals.footers)
     except OSError as error:
         tail_error = error
     if trailer is not None:
-        if (trailer.segment_id, trailer.namespace) != (segment_id, namespace):
-            return _nothing(SegmentState.FOREIGN, file_bytes), None
-        if trailer.slot_bytes != slot_bytes:
-            return _nothing(SegmentState.STALE_LAYOUT, file_bytes), None
-        if trailer.protected is not is_protected:
-            return _nothing(SegmentState.LOCKED, file_bytes), None
+        if (state := sought.mismatch(trailer)) is not None:
+            return _nothing(state, file_bytes), None
         if pages is not None:
             end = trailer.end_block
             return Recovered(SegmentState.SEALED, pages, end, file_bytes, trailer.packed), None
     header = decode_header(read_small(io, path, 0, BLOCK_BYTES))
-    if header is not None:
-        if (header.segment_id, header.namespace) != (segment_id, namespace):
-            return _nothing(SegmentState.FOREIGN, file_bytes), None
-        if header.slot_bytes != slot_bytes:
-            return _nothing(SegmentState.STALE_LAYOUT, file_bytes), None
-        if header.protected is not is_protected:
-            return _nothing(SegmentState.LOCKED, file_bytes), None
+    if header is not None and (state := sought.mismatch(header)) is not None:
+        return _nothing(state, file_bytes), None
+    return _scan_whole(sought, file_bytes, header, trailer, tail_error)
+
+
+def _scan_whole(
+    sought: _Sought,
+    file_bytes: int,
+    header: SegmentHeader | None,
+    trailer: Trailer | None,
+    tail_error: OSError | None,
+) -> tuple[Recovered, SegmentTable | None]:
+    """Looks for records in a segment without a table that can be read."""
+    io, path = sought.io, sought.path
     # Only a segment that was never sealed still has the size it was preallocated at, or one whose
     # footer ends right there. The last block tells: it is zeros until a footer is begun, and ends
     # with zeros until that is whole.
@@ -224,15 +232,15 @@ def _read_or_scan(
     )
     # With neither header nor trailer the version is not known; a walk finds slots as well.
     source = header or trailer
-    table = SegmentTable(slot_bytes // BLOCK_BYTES, packed=source is None or source.packed)
-    stop_at_hole = never_sealed and not any(end_block) and not past_holes
+    table = SegmentTable(sought.slot_bytes // BLOCK_BYTES, packed=source is None or source.packed)
+    stop_at_hole = never_sealed and not any(end_block) and not sought.past_holes
     places = _Places(io, stop_at_hole=stop_at_hole)
-    begun = _scan(places, path, namespace, table, seals)
+    begun = _scan(places, path, sought.namespace, table, sought.seals)
     is_partly_unread = tail_error is not None or bool(places.unread)
     if not len(table):
         if is_partly_unread:
             raise tail_error or OSError(errno.EIO, "no block of a record was read")
-        if is_protected and begun:
+        if sought.seals.footers is not None and begun:
             return _nothing(SegmentState.LOCKED, file_bytes), None
         ours = header is not None or trailer is not None
         return _nothing(SegmentState.EMPTY if ours else SegmentState.FOREIGN, file_bytes), None
@@ -240,7 +248,7 @@ def _read_or_scan(
     state = SegmentState.RESEALED if scanned else SegmentState.DAMAGED_FOOTER
     found = Recovered(
         state,
-        table_pages(table, segment_id),
+        table_pages(table, sought.segment_id),
         table.end_block,
         file_bytes,
         table.packed,
