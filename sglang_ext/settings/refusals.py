@@ -41,9 +41,12 @@ from sglang_ext.settings.speculation import (
 from sglang_ext.settings.stages import STAGED_HYBRIDS, WITHOUT_STAGES, outside_stages
 from sglang_ext.settings.untried import (
     NEWEST_RELEASE,
+    adapters_and_sessions,
     has_attention_dp,
     of_match,
     older_release,
+    on,
+    outside,
 )
 from sglang_ext.settings.values import ALLOW_UNTESTED, is_set
 
@@ -224,28 +227,20 @@ def _check_windows(resolved: Resolved, config: HierKVConfig) -> None:
     codec = ("a --hier-kv-codec that loses nothing", lossy_codec(config))
     if kind != _WINDOW_KINDS[0]:  # whose pages are not of planes of one width
         codec = ("--hier-kv-codec none", config.codec or "none")
-    for expected, found in (
+    rows = (
         *_of_hybrid_ranks(read, resolved.architecture),
         codec,
         # It leaves pages to be computed, and a window is no use without all of its pages.
         ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
         of_match(read, config, kind),
         ("--hier-kv-tree-core python", config.tree_core),
-        ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),
-        ("no --enable-streaming-session", "it" if read("enable_streaming_session") else ""),
-        ("no --enable-session-radix-cache", "it" if read("enable_session_radix_cache") else ""),
+        *adapters_and_sessions(read),
         ("no --swa-prefix-tails", read("swa_prefix_tails") or ""),
-        (
-            "no --enable-encoder-swa-bounded-replay",
-            "it" if read("enable_encoder_swa_bounded_replay") else "",
-        ),
-        (
-            "no --enable-decoder-swa-bounded-replay",
-            "it" if read("enable_decoder_swa_bounded_replay") else "",
-        ),
-    ):
-        if found and not expected.endswith(f" {found}"):
-            _refuse(f"{expected} with sliding-window layers", f"{found}", advice)
+        ("no --enable-encoder-swa-bounded-replay", on(read("enable_encoder_swa_bounded_replay"))),
+        ("no --enable-decoder-swa-bounded-replay", on(read("enable_decoder_swa_bounded_replay"))),
+    )
+    for expected, found in outside(rows, "with sliding-window layers"):
+        _refuse(expected, found, advice)
 
 
 def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
@@ -253,8 +248,8 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
     read, kind = resolved.values.get, resolved.model_kind
     shares_steps = resolved.architecture in _SPREAD_STATES and has_attention_dp(read)
     _check_captured_prefills(read, kind, resolved.architecture)
-    for expected, found in (
-        ("no data parallel attention", "it" if shares_steps else ""),
+    rows = (
+        ("no data parallel attention", on(shares_steps)),
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
         *_of_hybrid_ranks(read, resolved.architecture),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
@@ -262,12 +257,10 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
         ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
         of_match(read, config, kind),
         ("--hier-kv-tree-core python", config.tree_core),
-        ("no --enable-lora", "it" if read("enable_lora") or read("lora_paths") else ""),
-        ("no --enable-streaming-session", "it" if read("enable_streaming_session") else ""),
-        ("no --enable-session-radix-cache", "it" if read("enable_session_radix_cache") else ""),
-    ):
-        if found and not expected.endswith(f" {found}"):
-            _refuse(f"{expected} {_WITH_STATES}", f"{found}", _STATE_ADVICE)
+        *adapters_and_sessions(read),
+    )
+    for expected, found in outside(rows, _WITH_STATES):
+        _refuse(expected, found, _STATE_ADVICE)
 
 
 def _check_captured_prefills(read: Callable[[str], Any], kind: str, architecture: str) -> None:
