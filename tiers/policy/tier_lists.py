@@ -259,15 +259,26 @@ class TierLists:
         shared, times = self._shared, self.return_times
         scores, by_hint = np.zeros(len(rows)), np.zeros(len(rows), np.bool_)
         hint_kernels.worth(shared.hints, times.scores, shared.pages, rows, now_s, scores, by_hint)
-        if self.num_pinned <= self._most_pinned:
-            pinned = shared.pages.pinned[rows] != 0
-            scores[pinned] = np.inf
-            by_hint |= pinned
+        pinned = self.stays_pinned(rows)
+        scores[pinned] = np.inf
+        by_hint |= pinned
+        follows_scores = shared.config.return_times and times.active
+        return Worth(self.needed(rows), scores, by_hint, follows_scores)
+
+    def needed(self, rows: Rows) -> npt.NDArray[np.float64]:
+        """How soon a waiting request needs pages; see `Worth`."""
         needed = np.full(len(rows), -np.inf)
-        if shared.config.lookahead:
-            places = shared.queue.needed_at(rows)
+        if self._shared.config.lookahead:
+            places = self._shared.queue.needed_at(rows)
             needed[places >= 0] = -places[places >= 0]
-        return Worth(needed, scores, by_hint, shared.config.return_times and times.active)
+        return needed
+
+    def stays_pinned(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which pages leave last because they are pinned; none while there are too many."""
+        if self.num_pinned > self._most_pinned:
+            return np.zeros(len(rows), np.bool_)
+        pinned: npt.NDArray[np.bool_] = self._shared.pages.pinned[rows] != 0
+        return pinned
 
     def with_what_leads(self, rows: Rows, chosen: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
         """Those of some pages that are chosen, or that lead to such or to pages that lie here.

@@ -263,7 +263,7 @@ class DiskPages:
         chosen = order.with_what_leads(rows, admitted)
         rivals = by_worth[chosen[by_worth]][spare : spare + len(displaced)]
         displaced = displaced[: len(rivals)]
-        chosen[rivals] = ~order.are_needed_less(rows[rivals], displaced, now_s)
+        chosen[rivals] = ~order.are_needed_less(rows[rivals], displaced)
         return admitted | chosen
 
     def _give_up_some(self, order: DiskOrder, num_blocks: int) -> int:

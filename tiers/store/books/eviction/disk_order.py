@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
+from sglang_ext.tiers.policy.tier_lists import Worth
 from sglang_ext.tiers.store.books.eviction.segment_rows import SegmentRows
 from sglang_ext.tiers.store.types import FILLING, Rows
 
@@ -131,16 +132,12 @@ class DiskOrder:
         clearly so, as what is refused is lost. Where something was said of the older one alone, the
         order has already put it behind what nobody spoke of; pinned ones stay.
         """
-        mine, theirs = (self._lists.worth(each, now_s) for each in (rows, others))
-        unneeded = np.isneginf(mine.needed) & np.isneginf(theirs.needed)
-        younger = np.ones(len(rows), np.bool_)
-        if by_score:
-            least = _CLEARLY if mine.follows_scores else 0.0
-            nothing_said = np.where(
-                theirs.said, ~np.isposinf(theirs.score), mine.score >= least * theirs.score
-            )
-            younger = np.where(mine.said, mine.score >= theirs.score, nothing_said)
-        result: npt.NDArray[np.bool_] = (mine.needed > theirs.needed) | (unneeded & younger)
+        mine, theirs = self._lists.needed(rows), self._lists.needed(others)
+        unneeded = np.isneginf(mine) & np.isneginf(theirs)
+        result: npt.NDArray[np.bool_] = (mine > theirs) | unneeded
+        if by_score and unneeded.any():
+            worths = (self._lists.worth(each[unneeded], now_s) for each in (rows, others))
+            result[unneeded] = _outscore(*worths)
         if self._lists.has_shares:
             within, within2 = (self._lists.is_within_share(each) for each in (rows, others))
             result = np.where(within == within2, result, within)
@@ -150,17 +147,15 @@ class DiskOrder:
         """Those of some pages that are chosen, or lead to such or to pages on disk."""
         return self._lists.with_what_leads(rows, chosen)
 
-    def are_needed_less(self, rows: Rows, others: Rows, now_s: float) -> npt.NDArray[np.bool_]:
+    def are_needed_less(self, rows: Rows, others: Rows) -> npt.NDArray[np.bool_]:
         """Which pages are needed later than those beside them on disk, or kept by no pin as these.
 
         Where tenants have shares, first of all those of one that has more than its own.
         """
-        mine, theirs = (self._lists.worth(each, now_s) for each in (rows, others))
-        unpinned = np.isneginf(theirs.needed) & np.isposinf(theirs.score)
-        unpinned &= ~np.isposinf(mine.score)
-        result: npt.NDArray[np.bool_] = (mine.needed < theirs.needed) | (
-            (mine.needed == theirs.needed) & unpinned
-        )
+        mine, theirs = self._lists.needed(rows), self._lists.needed(others)
+        unpinned = np.isneginf(theirs) & self._lists.stays_pinned(others)
+        unpinned &= ~self._lists.stays_pinned(rows)
+        result: npt.NDArray[np.bool_] = (mine < theirs) | ((mine == theirs) & unpinned)
         if self._lists.has_shares:
             within, within2 = (self._lists.is_within_share(each) for each in (rows, others))
             result = np.where(within == within2, result, within2)
@@ -203,3 +198,12 @@ class DiskOrder:
             mine = on_disk[self._index.segment[on_disk] == segment]
             assert sorted(self.rows_of(segment).tolist()) == mine.tolist()
             assert self.num_live(segment) == int(self._index.num_blocks[mine].sum())
+
+
+def _outscore(mine: Worth, theirs: Worth) -> npt.NDArray[np.bool_]:
+    """Which pages that nobody waits for are worth as much as older ones; see `outweigh`."""
+    least = _CLEARLY if mine.follows_scores else 0.0
+    learned = np.where(theirs.said, 0.0, theirs.score)  # what is said may be infinite, of a pin
+    nothing_said = np.where(theirs.said, ~np.isposinf(theirs.score), mine.score >= least * learned)
+    result: npt.NDArray[np.bool_] = np.where(mine.said, mine.score >= theirs.score, nothing_said)
+    return result
