@@ -210,6 +210,38 @@ def test_ends_that_come_back_are_not_followed() -> None:
         assert policy.hints.trusted[4, ENDS]
 
 
+@pytest.mark.parametrize(
+    ("num_said_to_return", "returned", "followed"),
+    [
+        (0, 0, (True, True)),  # only ends are said: four of sixty is few
+        (4, 0, (True, True)),  # as good as only ends
+        (20, 1, (False, False)),  # what is said to be over comes back as often as the rest
+        (20, 16, (True, True)),  # much more of what was said to return did
+    ],
+)
+def test_what_comes_back_tells_whether_an_owner_knows(
+    num_said_to_return: int, returned: int, followed: tuple[bool, bool]
+) -> None:
+    policy = PlacementPolicy(4096)
+    for number in range(60 + num_said_to_return):
+        policy.used(_chat(number), 10.0 * number)
+        returns_in_s = None if number < 60 else 1e5
+        policy.hint(_chat(number), 10.0 * number, owner=3, returns_in_s=returns_in_s)
+    for number in [*range(4), *range(60, 60 + returned)]:
+        policy.used(_chat(number), 1e5 + number)
+    assert tuple(policy.hints.trusted[3, [RETURNS, ENDS]].tolist()) == followed
+
+
+def test_right_returns_are_followed_though_ends_come_back() -> None:
+    policy = PlacementPolicy(4096)
+    for number in range(60):
+        policy.used(_chat(number), 10.0 * number)
+        policy.hint(_chat(number), 10.0 * number, owner=5)
+        policy.used(_chat(number), 10.0 * number + 4)
+    _follow(policy, 5, said_s=100.0, true_s=100.0, num=60)
+    assert policy.hints.trusted[5].tolist() == [True, False]
+
+
 def test_pages_moved_before_the_owner_was_found_wrong_leave_like_others() -> None:
     policy = _chats(3)
     policy.hint(_chat(2), 5.0, owner=3)

@@ -37,6 +37,11 @@ _RIGHT = 0.5
 # Pages of ended conversations leave first while no more than the share _FEW of these came back.
 # Before any was seen, _UNSEEN of them count as not come back.
 _FEW, _UNSEEN = 0.05, 32.0
+# Where an owner says both, what came back tells soonest whether it knows: who does not know says of
+# as large a share of it that it is over as of all. Its word counts while that share is at most
+# _TELLS of what it would be by chance, but for _CHANCE conversations, and if it says returns of at
+# least the share _CONTROL of what it says.
+_TELLS, _CHANCE, _CONTROL = 1.0 / 3.0, 2.0, 0.1
 
 
 class Hints(NamedTuple):
@@ -53,6 +58,7 @@ class Hints(NamedTuple):
         hits: f64[NUM_OWNERS, NUM_PARTS], returns by the share of the time that had gone by.
         gone: f64[NUM_OWNERS], hints of which twice the time went by without a return.
         ended: f64[NUM_OWNERS, 2], conversations said to be over, and those of them that came back.
+        returning: f64[NUM_OWNERS, 2], conversations said to come back, and those of them that did.
         rate: f64[NUM_OWNERS, NUM_PARTS], expected returns for a page and hinted time of room.
         trusted: bool[NUM_OWNERS, 2], whether hints of returns and of ends are followed.
         counts: i64[2], the next entry to be looked at, entries in use.
@@ -68,6 +74,7 @@ class Hints(NamedTuple):
     hits: npt.NDArray[np.float64]
     gone: npt.NDArray[np.float64]
     ended: npt.NDArray[np.float64]
+    returning: npt.NDArray[np.float64]
     rate: npt.NDArray[np.float64]
     trusted: npt.NDArray[np.bool_]
     counts: npt.NDArray[np.int64]
@@ -85,6 +92,7 @@ def new_hints(num_rows: int) -> Hints:
         np.zeros(NUM_ENTRIES, np.uint8),
         np.zeros((NUM_OWNERS, NUM_PARTS)),
         np.zeros(NUM_OWNERS),
+        np.zeros((NUM_OWNERS, 2)),
         np.zeros((NUM_OWNERS, 2)),
         np.zeros((NUM_OWNERS, NUM_PARTS)),
         np.ones((NUM_OWNERS, 2), np.bool_),
@@ -104,15 +112,27 @@ def _part(share: float) -> int:
 
 
 @compiled
+def _tells(hints: Any, owner: int) -> Any:
+    """Whether what an owner says to be over comes back less often than by chance."""
+    over, came_back = hints.ended[owner, 0], hints.ended[owner, 1]
+    said = over + hints.returning[owner, 0]
+    if hints.returning[owner, 0] < _CONTROL * said:
+        return True  # it says of hardly any that they come back: nothing to compare with
+    by_chance = (came_back + hints.returning[owner, 1]) * over / max(said, 1.0)
+    return came_back <= _CHANCE + _TELLS * by_chance
+
+
+@compiled
 def judge(hints: Any, owner: int) -> None:
     """Computes from what was seen of an owner what its hints are worth, and whether to follow."""
     hits = hints.hits[owner].copy()
+    tells = _tells(hints, owner)
+    right = hits[_PARTS_PER_SPAN // 2 : _TWICE].sum() + (_PRIOR if tells else 0.0)
     hits[_PARTS_PER_SPAN - 1] += 0.5 * _PRIOR
     hits[_PARTS_PER_SPAN] += 0.5 * _PRIOR
-    right = hits[_PARTS_PER_SPAN // 2 : _TWICE].sum()
     hints.trusted[owner, RETURNS] = right >= _RIGHT * (hits.sum() + hints.gone[owner])
     given, returned = hints.ended[owner, 0], hints.ended[owner, 1]
-    hints.trusted[owner, ENDS] = returned <= _FEW * (given + _UNSEEN)
+    hints.trusted[owner, ENDS] = tells and returned <= _FEW * (given + _UNSEEN)
     hazard = np.empty(NUM_PARTS)
     reached = hints.gone[owner]
     for k in range(NUM_PARTS - 1, -1, -1):
@@ -130,8 +150,9 @@ def judge(hints: Any, owner: int) -> None:
     if hits.sum() + hints.gone[owner] > _FADE_AT:
         hints.hits[owner] *= 0.5
         hints.gone[owner] *= 0.5
-    if given > _FADE_AT:
+    if max(given, hints.returning[owner, 0]) > _FADE_AT:
         hints.ended[owner] *= 0.5
+        hints.returning[owner] *= 0.5
 
 
 @compiled
@@ -177,7 +198,9 @@ def _follow(hints: Any, name: Any, span_s: float, owner: int, now_s: float) -> N
     hints.entry_owner[entry] = owner
     if span_s == 0.0:
         hints.ended[owner, 0] += 1.0
-        judge(hints, owner)
+    else:
+        hints.returning[owner, 0] += 1.0
+    judge(hints, owner)
 
 
 @compiled
@@ -256,13 +279,14 @@ def note_use(hints: Any, names: Any, arrived_s: float) -> None:
         hints.counts[1] -= 1
         if arrived_s < hints.at_s[entry]:
             # It was on its way: nothing is shown by it, and nothing of what would have been.
-            if span_s == 0.0:
-                hints.ended[owner, 0] = max(hints.ended[owner, 0] - 1.0, 0.0)
-                judge(hints, owner)
+            told = hints.ended if span_s == 0.0 else hints.returning
+            told[owner, 0] = max(told[owner, 0] - 1.0, 0.0)
+            judge(hints, owner)
             continue
         if span_s == 0.0:
             hints.ended[owner, 1] += 1.0
         else:
+            hints.returning[owner, 1] += 1.0
             hints.hits[owner, _part((arrived_s - hints.at_s[entry]) / span_s)] += 1.0
         judge(hints, owner)
 
