@@ -19,11 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.eagle import DRAFTS, write_eagle3_config, write_eagle_draft
 from testkit.drafts.eagle3 import write_drafted_oss_model, write_oss_draft
 from testkit.drafts.nextn import NEXTN, write_nextn_model
-from testkit.drafts.state_nextn import write_drafted_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
@@ -31,8 +29,8 @@ from testkit.slow import ENV_JITTER
 from testkit.workload import ASSETS
 from tests.e2e.drafts import test_latent_drafts as latent
 from tests.e2e.drafts import test_speculation as speculation
-from tests.e2e.drafts.restored import check_restored, check_same, device_hits
-from tests.e2e.drafts.test_speculation import guesses, records, share, turns
+from tests.e2e.drafts.restored import check_restored, check_same, codecs_on_disk, device_hits
+from tests.e2e.drafts.test_speculation import guesses, share, turns
 from tests.e2e.hier_server import (
     GIB,
     PAGE,
@@ -51,7 +49,7 @@ from tests.tiers.remote.remote_cases import until
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LATENT = ("deepseek_v3", "glm")
-WINDOWS, STATES = "gpt_oss", "qwen3_next"
+WINDOWS = "gpt_oss"
 BY_TWO = "-by-two-ranks"
 PROFILE = ["--hier-kv-profile", str(ASSETS / "tinylm.hkp")]
 # Prompts and answers whose guesses are counted where KV has lost something.
@@ -60,30 +58,25 @@ MANY, LONG = [436, 512, 577, 700, 390, 460, 640, 530, 436, 577, 390, 640], 48
 RANKS = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
 
 
-def written(name: str, folder: Path) -> tuple[Path, list[str], dict[str, str], Sequence[int]]:
-    """Writes a model and its draft: where it lies, its servers' arguments and environment.
+def written(name: str, folder: Path) -> tuple[Path, list[str], Sequence[int]]:
+    """Writes a model and its draft: where it lies, its servers' arguments, lengths of prompts.
 
-    With how long its prompts are, of which the first one's answer fills a page.
+    The first one's answer fills a page.
     """
     model, few = folder / "model", ["--max-running-requests", "6"]
     if name in LATENT:
-        return write_nextn_model(model, name), [*NEXTN, *few], {}, latent.LENGTHS
-    if name == STATES:
-        kind = write_drafted_model(model, name).kind
-        args = [*NEXTN, *few, "--dtype", kind.dtype_name, "--max-mamba-cache-size", "100"]
-        args += ["--mamba-track-interval", str(kind.grid)]
-        return model, args, {"SGLANG_MAMBA_CONV_DTYPE": kind.dtype_name}, latent.LENGTHS
+        return write_nextn_model(model, name), [*NEXTN, *few], latent.LENGTHS
     if name == WINDOWS:
         write_oss_draft(folder / "draft", write_drafted_oss_model(model))
         args = ["--speculative-algorithm", "EAGLE3", *DRAFTS, *few]
         args += ["--speculative-draft-model-path", str(folder / "draft")]
-        return model, args, {}, latent.LENGTHS
+        return model, args, latent.LENGTHS
     drafts = {
         "eagle": lambda: write_eagle_draft(folder / "draft"),
         "eagle3": lambda: write_eagle3_config(folder / "draft"),
         "standalone": lambda: TINYLM,
     }
-    return TINYLM, speculation.args_of(name, {name: drafts[name]()}), {}, speculation.LENGTHS
+    return TINYLM, speculation.args_of(name, {name: drafts[name]()}), speculation.LENGTHS
 
 
 class Kind:
@@ -94,7 +87,7 @@ class Kind:
         (folder / "store").mkdir()
         self.num_ranks = 2 if name.endswith(BY_TWO) else 1
         name, _, how = name.removesuffix(BY_TWO).partition("-in-")
-        self._model, args, self._env, self.lengths = written(name, folder)
+        self._model, args, self.lengths = written(name, folder)
         self._args = [*speculation.BASE, *args, *(speculation.FP8 if how else [])]
         self._args += ["--enable-hier-kv", *WAITING, "--tp-size", str(self.num_ranks)]
         self._codec = codec
@@ -115,7 +108,7 @@ class Kind:
             args,
             model=self._model,
             log_path=folder / "server.log",
-            env=self._env | (RANKS if self.num_ranks > 1 else {}),
+            env=RANKS if self.num_ranks > 1 else {},
             stop="kill",
             start_timeout_s=400,
         )
@@ -142,17 +135,13 @@ def uploaded(server: Server) -> None:
     assert until(all_sent, 120.0), state(server)["host"]
 
 
-def codecs_on_disk(folder: Path) -> set[str]:
-    return {parse_header(record)[0].codec for _, _, record in records(folder)}
-
-
 @pytest.mark.sampled(WINDOWS, "glm")
 @pytest.mark.parametrize(
     "name",
     [
         *("eagle", "eagle3", "standalone", "eagle-in-fp8", *LATENT),
-        *(WINDOWS, STATES, f"{WINDOWS}-in-fp8", f"{STATES}-in-fp8"),
-        *(name + BY_TWO for name in ("eagle", "eagle3", "standalone", *LATENT, WINDOWS, STATES)),
+        *(WINDOWS, f"{WINDOWS}-in-fp8"),
+        *(name + BY_TWO for name in ("eagle", "eagle3", "standalone", *LATENT, WINDOWS)),
     ],
 )
 def test_codecs_that_lose_nothing_give_back_what_a_device_hit_has(

@@ -6,7 +6,7 @@ hit bit for bit, as is how many guesses are right, and with what transformers co
 tokens; without the draft layer's rows fewer guesses are right, and with those of a shared store as
 many again. Of two ranks the stores are late, each by its own chance, and SGLang's rank consensus
 checker is on: it ends the server when ranks decide differently. With a KV cache in fp8 the store
-has pages that are coded without loss.
+has pages that are coded without loss; the disk has them, too, where nothing is lost.
 
 By default Qwen3-Next runs by two ranks, and a Qwen3.5 with experts by one in fp8; the long form has
 all, and compares with plain SGLang's own device hits, too.
@@ -28,7 +28,7 @@ from testkit.images.vision_model import IMAGE, picture
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
-from tests.e2e.drafts.restored import check_same
+from tests.e2e.drafts.restored import check_same, codecs_on_disk
 from tests.e2e.drafts.test_speculation import (
     lose_part,
     page_keys,
@@ -61,9 +61,10 @@ ENDS = [[384, 576], [448, 640]]  # whole pages of the first and the second turns
 LEAST = 0.3  # guesses that are right, so that one sees where fewer are
 TOLERANCE = 5e-4  # of a log-probability in float32
 OF_FP8 = 0.5  # the same, of which transformers knows nothing
-BY_TWO, IN_FP8 = "-by-two-ranks", "-in-fp8"
-# The draft layer's rows are in fp8 then, too.
-NARROW = ["--kv-cache-dtype", "fp8_e4m3", "--hier-kv-codec", "remote=lossless"]
+BY_TWO, IN_FP8, CODED = "-by-two-ranks", "-in-fp8", "-coded"
+NARROW = ["--kv-cache-dtype", "fp8_e4m3"]  # of the draft layer's rows, too
+CODECS = {IN_FP8: ["--hier-kv-codec", "remote=lossless"]}
+CODECS[CODED] = ["--hier-kv-codec", "disk=lossless,remote=lossless"]
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend", *NEXTN]
 BASE += ["--dtype", "float32", "--chunked-prefill-size", "256", "--max-running-requests", "6"]
 BASE += ["--max-total-tokens", "8192", "--max-mamba-cache-size", "100"]
@@ -78,26 +79,24 @@ class Setup:
     def __init__(self, name: str, folder: Path) -> None:
         self.num_ranks = 2 if name.endswith(BY_TWO) else 1
         self.folder = folder
-        name, narrow, _ = name.removesuffix(BY_TWO).partition(IN_FP8)
-        self.is_narrow = bool(narrow)
+        name, dash, how = name.removesuffix(BY_TWO).partition("-")
+        self.is_narrow, self.is_coded = dash + how == IN_FP8, dash + how == CODED
+        self._codec = CODECS.get(dash + how, [])
         self.model: DraftedModel = write_drafted_model(folder / "model", name)
         (folder / "store").mkdir()
 
     def server(self, *, is_plain: bool = False) -> Server:
         """One with the disk that the one before it left, and a store that several have."""
         env = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
-        args = [*BASE, "--tp-size", str(self.num_ranks)]
+        args = [*BASE, "--tp-size", str(self.num_ranks), *(NARROW if self.is_narrow else [])]
         args += ["--mamba-track-interval", str(self.model.kind.grid)]
         if self.model.takes_images:
             args += ["--image-processor-backend", "pil"]
         if self.num_ranks > 1:
             env |= {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
-        narrow = NARROW if self.is_narrow else []
-        if is_plain:
-            args += narrow[:2]
-        else:
+        if not is_plain:
             host_gib = 300.5 * (self.page_bytes + HEADER_BYTES) * self.num_ranks / GIB
-            args += [*narrow, *PLUGIN, "--hier-kv-host-size", f"{host_gib:.9f}"]
+            args += [*PLUGIN, *self._codec, "--hier-kv-host-size", f"{host_gib:.9f}"]
             args += ["--hier-kv-disk-dir", str(self.folder / "disk")]
             args += ["--hier-kv-remote-url", f"file://{self.folder / 'store'}?size=1GB"]
         return Server(
@@ -108,6 +107,11 @@ class Setup:
             start_timeout_s=600,
             env=env,
         )
+
+    @property
+    def has_coded_store(self) -> bool:
+        """Whether a codec codes what the store gets."""
+        return bool(self._codec)
 
     @property
     def page_bytes(self) -> int:
@@ -181,8 +185,8 @@ def device_hits(
     "name",
     [
         *(name + ranks for name in DRAFTED_MODELS for ranks in ("", BY_TWO)),
-        *(name + IN_FP8 for name in ("qwen3_5_moe", "nemotron_h")),
-        f"qwen3_next{IN_FP8}{BY_TWO}",
+        *(name + IN_FP8 for name in ("qwen3_5_moe", "nemotron_h", "qwen3_next")),
+        *(f"qwen3_next{IN_FP8}{BY_TWO}", f"qwen3_next{CODED}", f"qwen3_next{CODED}{BY_TWO}"),
     ],
 )
 def test_what_is_restored_answers_and_guesses_as_a_device_hit(name: str, tmp_path: Path) -> None:
@@ -200,7 +204,7 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(name: str, tmp_pat
         check_same(found, hits)
         sent = settled(server)["host"]
         assert sent["saved_states"] > 0
-        assert setup.is_narrow == (sent.get("remote_coded_pages", 0) > 0)
+        assert setup.has_coded_store == (sent.get("remote_coded_pages", 0) > 0)
         setup.check(server)
     assert min(share(hits), share(more_hits)) > LEAST
     assert max(share(hits), share(more_hits)) < 1  # some were wrong, and left nothing behind
@@ -209,16 +213,17 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(name: str, tmp_pat
         with setup.server(is_plain=True) as server:
             _, plain_hits, more_plain = device_hits(server, setup.places)
         check_same([*hits, *more_hits], [*plain_hits, *more_plain])
-    setup.lose_draft_rows(second[1][:-MORE])
+    if not setup.is_coded:
+        setup.lose_draft_rows(second[1][:-MORE])
     with setup.server() as server:  # after a kill -9
         connected(server)
         found = answers(server, second, ANSWER)
         check_tier(found, "disk", setup.places[1])
-        (kept, without), (kept_hit, hit) = found, more_hits
-        check_same([kept], [kept_hit])
-        assert without["output_ids"] == hit["output_ids"]
-        print(name, f"{share([hit]):.3f} of guesses right, {share([without]):.3f} without KV")
-        assert share([without]) < share([hit]) - 0.1
+        if setup.is_coded:
+            check_same(found, more_hits)
+            assert "lossless" in codecs_on_disk(tmp_path / "disk")
+        else:
+            check_lost(found, more_hits)
         clear_tiers(server)
         found = answers(server, second, ANSWER)  # what the first server put into the store
         check_tier(found, "remote", setup.places[1])
@@ -226,6 +231,15 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(name: str, tmp_pat
         setup.check(server)
         if setup.model.takes_images:
             check_images(server)
+
+
+def check_lost(found: Sequence[dict[str, Any]], hits: Sequence[dict[str, Any]]) -> None:
+    """The first answer is that of a device hit; the second draft lacked its rows, and is bad."""
+    (kept, without), (kept_hit, hit) = found, hits
+    check_same([kept], [kept_hit])
+    assert without["output_ids"] == hit["output_ids"]
+    print(f"{share([hit]):.3f} of guesses right, {share([without]):.3f} without KV")
+    assert share([without]) < share([hit]) - 0.1
 
 
 def check_images(server: Server) -> None:

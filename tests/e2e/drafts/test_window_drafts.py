@@ -5,9 +5,9 @@ is resumed. What is restored is compared with a device hit bit for bit, as is ho
 right; without the draft's rows fewer are. Of two ranks the stores are late, each by its own chance,
 and SGLang's rank consensus checker is on: it ends the server when ranks decide differently.
 
-By default two ranks run, with a KV cache in fp8, which the draft's is, too (`test_coded_drafts.py`
-has one of 16 bits); the long form has one rank and 16 bits, too, and compares with plain SGLang's
-own device hits.
+By default two ranks run, with a KV cache in fp8, the draft's, too, for which the checkpoints ask
+(`test_coded_drafts.py` has one of 16 bits); the long form has one rank and 16 bits, too, and
+compares with plain SGLang's own device hits.
 """
 
 from __future__ import annotations
@@ -22,7 +22,12 @@ import pytest
 from sglang_ext.device.layout import PageLayout
 from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.eagle import DRAFTS
-from testkit.drafts.eagle3 import LAYER_TYPES, write_drafted_oss_model, write_oss_draft
+from testkit.drafts.eagle3 import (
+    LAYER_TYPES,
+    ask_for_fp8,
+    write_drafted_oss_model,
+    write_oss_draft,
+)
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.requests import flush_device
 from testkit.server import Server
@@ -63,24 +68,24 @@ class Ranks(NamedTuple):
 
     Attributes:
         num: tensor parallel ranks.
-        dtype: of the KV cache, as SGLang's argument has it.
+        is_narrow: it is in fp8, for which both checkpoints ask.
     """
 
     num: int
-    dtype: str
+    is_narrow: bool
 
     @property
     def layout(self) -> PageLayout:
         """Where the full layers and the draft's lie in a page of one of the ranks."""
         num_layers = LAYER_TYPES.count("full_attention") + 1
-        value_bytes = 1 if self.dtype.startswith("fp8") else 2
+        value_bytes = 1 if self.is_narrow else 2
         rows = (HEADS // self.num * DIM * value_bytes,) * num_layers
         return PageLayout(PAGE, rows, rows, value_bytes)
 
 
 def server_of(folder: Path, ranks: Ranks, *, is_plain: bool = False) -> Server:
     """One with the disk that the one before it left, and a store that several have."""
-    args = [*BASE, "--tp-size", str(ranks.num), "--kv-cache-dtype", ranks.dtype]
+    args = [*BASE, "--tp-size", str(ranks.num)]
     args += ["--speculative-draft-model-path", str(folder / "draft")]
     if not is_plain:
         args += [*PLUGIN, "--hier-kv-disk-dir", str(folder / "disk")]
@@ -130,15 +135,15 @@ def check_ranks(server: Server, ranks: Ranks) -> None:
         check_agreed(server.log(), ranks.num)
 
 
-@pytest.mark.sampled("2-fp8_e4m3")
-@pytest.mark.parametrize("dtype", ["auto", "fp8_e4m3"])
-@pytest.mark.parametrize("num", [1, 2])
-def test_what_is_restored_answers_and_guesses_as_a_device_hit(
-    num: int, dtype: str, tmp_path: Path
-) -> None:
-    ranks = Ranks(num, dtype)
+@pytest.mark.sampled("2-in-fp8")
+@pytest.mark.parametrize("case", ["1", "2", "1-in-fp8", "2-in-fp8"])
+def test_what_is_restored_answers_and_guesses_as_a_device_hit(case: str, tmp_path: Path) -> None:
+    ranks = Ranks(int(case[0]), is_narrow=case.endswith("fp8"))
     write_drafted_oss_model(tmp_path / "model")
     write_oss_draft(tmp_path / "draft", tmp_path / "model")
+    if ranks.is_narrow:
+        for name in ("model", "draft"):
+            ask_for_fp8(tmp_path / name)
     (tmp_path / "store").mkdir()
     with server_of(tmp_path, ranks) as server:
         connected(server)
