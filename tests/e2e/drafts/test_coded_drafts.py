@@ -170,12 +170,11 @@ def test_codecs_that_lose_nothing_give_back_what_a_device_hit_has(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["eagle", "deepseek_v3"])
-def test_pages_that_are_coded_in_dram_come_back(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "size"), [("eagle", 24), ("deepseek_v3", 1.5), (WINDOWS, 2)])
+def test_pages_that_are_coded_in_dram_come_back(name: str, size: float, tmp_path: Path) -> None:
     """DRAM as pages are has room for few of them."""
     kind = Kind(name, tmp_path, "host=lossless")
     more = ["--hier-kv-host-coded-share", "0.7"]
-    size = 24 if name == "eagle" else 1.5
     with kind.server("one", *more, disk=False, mib=size) as server:
         for _ in range(2):
             kind.turns(server)
