@@ -10,7 +10,10 @@ import torch
 from sglang_ext.device.load_counter import LoadCounter
 from sglang_ext.device.pools import HybridPools
 from sglang_ext.device.rope_discovery import LayerRope
+from sglang_ext.device.windows.block_groups import BlockGroups
 from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.lossless import any_codec
 
 _KEPT = "a draft model's"
 
@@ -23,20 +26,21 @@ def kept_ropes(num_layers: int) -> list[LayerRope]:
     return [LayerRope(None, movable=False, is_kept=True, reason=_KEPT) for _ in range(num_layers)]
 
 
-def check_values(pools: HybridPools, *, has_states: bool) -> None:
-    """Refuses fp8 KV of a hybrid and its draft, which a checkpoint may ask for itself.
+def check_planes(pools: HybridPools, config: HierKVConfig) -> None:
+    """Refuses codecs where window layers are stored as blocks, which no codec takes for planes.
 
-    SGLang's argument is "auto" then, and only the pool says what that is.
+    A draft with rows of another width than its model's makes blocks of window layers that have the
+    full layers' shape, so the model's kind does not say it.
 
     Raises:
         HierKVConfigError: one sentence.
     """
-    is_hybrid = has_states or pools.window is not None
-    if is_hybrid and pools.num_draft_layers and not pools.full.rotatable:
+    codec = any_codec(config)
+    if isinstance(pools.groups, BlockGroups) and codec:
         raise HierKVConfigError(
-            "--enable-hier-kv needs KV of 16 bits or more with a draft model beside window layers "
-            "or layers with a state, got fp8, for which this checkpoint asks; give "
-            "--kv-cache-dtype bf16 or leave --speculative-algorithm out."
+            "--enable-hier-kv needs --hier-kv-codec none where window layers have K and V of "
+            f"another shape than the full layers or a draft model, got {codec}; leave it out or "
+            "choose another draft model."
         )
 
 

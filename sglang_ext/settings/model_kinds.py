@@ -306,13 +306,14 @@ SERVED_MODES = (
         "coded with `hier`, of models with K and V of every head, the draft's KV without loss "
         "(docs/codec.md), run with EAGLE by one rank; by one rank or several "
         "tensor parallel ones, for models with K and V of every head, and the draft layer (MTP) "
-        "of models of latent rows, with an index or without; of hybrids, without codec or an "
-        "fp8 KV cache, the draft layer of Qwen3-Next, Qwen3.5 (prompts with images are neither "
+        "of models of latent rows, with an index or without; of hybrids "
+        "the draft layer of Qwen3-Next, Qwen3.5 (prompts with images are neither "
         "stored nor loaded then) and Nemotron-H and no other draft of theirs, and gpt-oss with "
         "EAGLE3 (window layers in a pool of their own; the draft's KV with the full layers'), all "
         "of them run by one rank and by two, from a remote store, too; prompts that are cut, "
         "computed anew behind each new cut (not of hybrids); without adapters or sessions; codecs "
-        "that lose nothing run by one rank and by two, with a remote store, too; EAGLE3 run with "
+        "that lose nothing run by one rank and by two, with a remote store, too, of hybrids with "
+        "`lossless` (Qwen3-Next, gpt-oss); EAGLE3 run with "
         "random weights where all layers are full, none of them on a GPU",
         "tests/e2e/drafts/test_speculation.py; tests/e2e/drafts/test_latent_drafts.py; "
         "tests/e2e/drafts/test_coded_drafts.py; tests/e2e/drafts/test_state_drafts.py; "
@@ -343,12 +344,17 @@ SERVED_MODES = (
         "behind a new cut of `--hier-kv-truncation` the kept text is computed anew, and `match` "
         "finds nothing. Run with full layers, latent rows, window layers and layers with a "
         "state, by one rank, and by two tensor parallel ones full and window layers; with "
-        "`remote=lossless`, with EAGLE and NGRAM by one rank, with truncation; lossy are the "
+        "`remote=lossless`, with EAGLE and NGRAM by one rank, with truncation; with the draft's "
+        "KV in fp8, too, the draft layer of Qwen3-Next (by two ranks, too), Qwen3.5 and "
+        "Nemotron-H, and gpt-oss with EAGLE3 (by one rank and by two, where both checkpoints ask "
+        "for it); lossy are the "
         "pages of a lossy codec here, too, run on the disk with `hier` alone. Not run: other "
-        "codecs, latent rows and states by several ranks, EAGLE3 and STANDALONE, drafts by "
-        "several ranks; and `fp8_e5m2` with more than full layers of one rank",
+        "codecs, latent rows, and states without drafts, by several ranks, STANDALONE, EAGLE3 "
+        "where all layers are full, EAGLE by several ranks; and "
+        "`fp8_e5m2` with more than full layers of one rank",
         "tests/e2e/models/test_model_kinds.py; tests/e2e/models/test_restored_kinds.py; "
-        "tests/e2e/drafts/test_speculation.py; tests/e2e/reuse/test_truncation.py; "
+        "tests/e2e/drafts/test_speculation.py; tests/e2e/drafts/test_state_drafts.py; "
+        "tests/e2e/drafts/test_window_drafts.py; tests/e2e/reuse/test_truncation.py; "
         "tests/e2e/reuse/test_codecs.py",
     ),
 )

@@ -32,7 +32,7 @@ NGRAM = "NGRAM"
 EAGLE = "EAGLE"  # SGLang's name of NEXTN, too
 # Of these the draft layer of their own checkpoint was tried, whose rows are as theirs.
 LATENT_KINDS = ("mla", INDEXED)
-# Without a second pool or a state: of these drafts were tried with codecs, and with cut prompts.
+# Without a second pool or a state: of these drafts were tried with cut prompts.
 WHOLE_KINDS = ("mha", *LATENT_KINDS)
 # Hybrids with a state a sequence whose draft layer was tried, and SGLang's name of that layer.
 DRAFTED_HYBRIDS = {
@@ -102,7 +102,6 @@ def outside_speculation(
     if algorithm != NGRAM:
         found += [
             *_outside_kinds(algorithm, kind, architecture),
-            *_outside_windows(read, kind),
             _of_drawn_guesses(read, kind),
             ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
@@ -145,8 +144,6 @@ def _outside_codecs(
     read: Callable[[str], Any], config: HierKVConfig, kind: str
 ) -> Iterator[tuple[str, Any]]:
     """Codecs, and ways to use them, that were not tried with a draft's layers in a page."""
-    if kind not in WHOLE_KINDS:
-        yield "--hier-kv-codec none", config.codec or "none"
     codec = "a --hier-kv-codec that loses nothing"
     if kind == "mha":
         yield f"{codec}, or hier", lossy_codec(config, but="hier")
@@ -277,8 +274,6 @@ def _outside_states(
         f"--speculative-num-draft-tokens of at most {most}",
         str(num_guesses) if num_guesses > most else "",
     )
-    dtype = str(read("kv_cache_dtype") or "auto")
-    yield "--kv-cache-dtype auto", dtype if dtype.startswith("fp8") else ""
 
 
 def _most_guesses(read: Callable[[str], Any]) -> int:
@@ -288,15 +283,6 @@ def _most_guesses(read: Callable[[str], Any]) -> int:
     """
     distance = max(read("page_size") or 0, read("mamba_track_interval") or 0)
     return min(_MOST_GUESSES, distance // 2) if distance else _MOST_GUESSES
-
-
-def _outside_windows(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
-    """What was not tried with windows and drafts together, and is with each of them."""
-    if kind != WINDOW_KIND:
-        return
-    dtype = str(read("kv_cache_dtype") or "auto")
-    if dtype not in ("auto", "bf16", "bfloat16"):
-        yield "--kv-cache-dtype auto with window layers", dtype
 
 
 def _of_drawn_guesses(read: Callable[[str], Any], kind: str) -> tuple[str, str]:

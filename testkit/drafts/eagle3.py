@@ -108,6 +108,19 @@ def write_eagle3_config(folder: Path, model: Path, **more: Any) -> Path:
     return folder
 
 
+def ask_for_fp8(folder: Path) -> None:
+    """Has a checkpoint ask for K and V in fp8, and leaves its weights as they are."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "activation_scheme": "dynamic",
+        "kv_cache_quant_algo": "FP8",
+        "modules_to_not_convert": ["model", "midlayer", "fc", "lm_head"],
+    }
+    path.write_text(json.dumps(config))
+
+
 def _draft(weights: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The draft's weights: the first layer's attention, of the embedding of the next token."""
     import torch

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sglang_ext.assembly.draft_setup import check_values, kept_ropes
+from sglang_ext.assembly.draft_setup import check_planes, kept_ropes
 from sglang_ext.assembly.state_setup import snapshots_of
 from sglang_ext.assembly.window_setup import bound_ropes, read_layers, ropes_of_parts
 from sglang_ext.device.layout import PageLayout
@@ -71,7 +71,7 @@ def served_kv(ctx: Any, config: HierKVConfig) -> ServedKV:
     if ctx.is_hybrid_swa:
         read = read_layers(runner.model_config.hf_text_config, runner.model)
     pools = describe_pools(kv_pool, read, [each.token_to_kv_pool for each in drafts])
-    check_values(pools, has_states=ctx.is_hybrid_ssm)
+    check_planes(pools, config)
     layout = pools.layout(ctx.params.page_size)
     snapshots = snapshots_of(ctx, layout)
     is_hybrid = pools.window is not None or snapshots is not None

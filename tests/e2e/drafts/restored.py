@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
+from sglang_ext.tiers.records.record import parse_header
 from testkit.requests import flush_device
 from testkit.server import Server
-from tests.e2e.drafts.test_speculation import assert_same, guesses
+from tests.e2e.drafts.test_speculation import assert_same, guesses, records
 from tests.e2e.hier_server import by_tier, settled
 
 Answers = Sequence[dict[str, Any]]
@@ -39,3 +41,8 @@ def check_restored(found: Answers, hits: Answers, tier: str) -> None:
     reused = [by_tier(answer)["device"] for answer in hits]
     assert [by_tier(answer)[tier] for answer in found][::2] == reused[::2]
     check_same(found, hits)
+
+
+def codecs_on_disk(folder: Path) -> set[str]:
+    """Of all records below a folder."""
+    return {parse_header(record)[0].codec for _, _, record in records(folder)}

@@ -5,8 +5,9 @@ server from the remote store is compared with a device hit bit for bit, as is ho
 right. With `hier` the model's layers lose something and the draft's nothing: as many guesses are
 right as after a device hit, but for two in a hundred.
 
-By default drafts of two kinds run by one rank, and a third where prompts are cut, without what
-loses something; the long form has all, and two ranks, whose consensus SGLang checks.
+By default drafts beside window layers and beside rows of an index run by one rank, and a third kind
+where prompts are cut, without what loses something; the long form has all, and two ranks, whose
+consensus SGLang checks.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sglang_ext.tiers.records.record import parse_header
-from testkit.drafts.eagle import write_eagle3_config, write_eagle_draft
+from testkit.drafts.eagle import DRAFTS, write_eagle3_config, write_eagle_draft
+from testkit.drafts.eagle3 import write_drafted_oss_model, write_oss_draft
 from testkit.drafts.nextn import NEXTN, write_nextn_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.requests import flush_device
@@ -28,8 +29,8 @@ from testkit.slow import ENV_JITTER
 from testkit.workload import ASSETS
 from tests.e2e.drafts import test_latent_drafts as latent
 from tests.e2e.drafts import test_speculation as speculation
-from tests.e2e.drafts.restored import check_restored, check_same, device_hits
-from tests.e2e.drafts.test_speculation import guesses, records, share, turns
+from tests.e2e.drafts.restored import check_restored, check_same, codecs_on_disk, device_hits
+from tests.e2e.drafts.test_speculation import guesses, share, turns
 from tests.e2e.hier_server import (
     GIB,
     PAGE,
@@ -48,10 +49,34 @@ from tests.tiers.remote.remote_cases import until
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 LATENT = ("deepseek_v3", "glm")
+WINDOWS = "gpt_oss"
 BY_TWO = "-by-two-ranks"
 PROFILE = ["--hier-kv-profile", str(ASSETS / "tinylm.hkp")]
 # Prompts and answers whose guesses are counted where KV has lost something.
 MANY, LONG = [436, 512, 577, 700, 390, 460, 640, 530, 436, 577, 390, 640], 48
+# Of several ranks, whose stores are late.
+RANKS = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
+
+
+def written(name: str, folder: Path) -> tuple[Path, list[str], Sequence[int]]:
+    """Writes a model and its draft: where it lies, its servers' arguments, lengths of prompts.
+
+    The first one's answer fills a page.
+    """
+    model, few = folder / "model", ["--max-running-requests", "6"]
+    if name in LATENT:
+        return write_nextn_model(model, name), [*NEXTN, *few], latent.LENGTHS
+    if name == WINDOWS:
+        write_oss_draft(folder / "draft", write_drafted_oss_model(model))
+        args = ["--speculative-algorithm", "EAGLE3", *DRAFTS, *few]
+        args += ["--speculative-draft-model-path", str(folder / "draft")]
+        return model, args, latent.LENGTHS
+    drafts = {
+        "eagle": lambda: write_eagle_draft(folder / "draft"),
+        "eagle3": lambda: write_eagle3_config(folder / "draft"),
+        "standalone": lambda: TINYLM,
+    }
+    return TINYLM, speculation.args_of(name, {name: drafts[name]()}), speculation.LENGTHS
 
 
 class Kind:
@@ -60,23 +85,10 @@ class Kind:
     def __init__(self, name: str, folder: Path, codec: str) -> None:
         self.folder = folder
         (folder / "store").mkdir()
-        self._model = TINYLM
         self.num_ranks = 2 if name.endswith(BY_TWO) else 1
-        name = name.removesuffix(BY_TWO)
-        if name in LATENT:
-            self._model = write_nextn_model(folder / "model", name)
-            self._args = [*speculation.BASE, *NEXTN, "--max-running-requests", "6"]
-            self.lengths = latent.LENGTHS
-        else:
-            drafts = {
-                "eagle": lambda: write_eagle_draft(folder / "draft"),
-                "eagle3": lambda: write_eagle3_config(folder / "draft"),
-                "standalone": lambda: TINYLM,
-            }
-            path = drafts[name.removesuffix("-in-fp8")]()
-            args = speculation.args_of(name, {name.removesuffix("-in-fp8"): path})
-            self._args = [*speculation.BASE, *args]
-            self.lengths = speculation.LENGTHS
+        name, _, how = name.removesuffix(BY_TWO).partition("-in-")
+        self._model, args, self.lengths = written(name, folder)
+        self._args = [*speculation.BASE, *args, *(speculation.FP8 if how else [])]
         self._args += ["--enable-hier-kv", *WAITING, "--tp-size", str(self.num_ranks)]
         self._codec = codec
         self._args += ["--hier-kv-remote-url", f"file://{folder}/store?size=1GB"]
@@ -96,7 +108,7 @@ class Kind:
             args,
             model=self._model,
             log_path=folder / "server.log",
-            env={} if self.num_ranks == 1 else {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)},
+            env=RANKS if self.num_ranks > 1 else {},
             stop="kill",
             start_timeout_s=400,
         )
@@ -123,16 +135,13 @@ def uploaded(server: Server) -> None:
     assert until(all_sent, 120.0), state(server)["host"]
 
 
-def codecs_on_disk(folder: Path) -> set[str]:
-    return {parse_header(record)[0].codec for _, _, record in records(folder)}
-
-
-@pytest.mark.sampled("eagle3", "glm")
+@pytest.mark.sampled(WINDOWS, "glm")
 @pytest.mark.parametrize(
     "name",
     [
         *("eagle", "eagle3", "standalone", "eagle-in-fp8", *LATENT),
-        *(name + BY_TWO for name in ("eagle", "eagle3", "standalone", *LATENT)),
+        *(WINDOWS, f"{WINDOWS}-in-fp8"),
+        *(name + BY_TWO for name in ("eagle", "eagle3", "standalone", *LATENT, WINDOWS)),
     ],
 )
 def test_codecs_that_lose_nothing_give_back_what_a_device_hit_has(
@@ -161,12 +170,11 @@ def test_codecs_that_lose_nothing_give_back_what_a_device_hit_has(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["eagle", "deepseek_v3"])
-def test_pages_that_are_coded_in_dram_come_back(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("name", "size"), [("eagle", 24), ("deepseek_v3", 1.5), (WINDOWS, 2)])
+def test_pages_that_are_coded_in_dram_come_back(name: str, size: float, tmp_path: Path) -> None:
     """DRAM as pages are has room for few of them."""
     kind = Kind(name, tmp_path, "host=lossless")
     more = ["--hier-kv-host-coded-share", "0.7"]
-    size = 24 if name == "eagle" else 1.5
     with kind.server("one", *more, disk=False, mib=size) as server:
         for _ in range(2):
             kind.turns(server)

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_ext.assembly.draft_setup import check_values, count_loads_of, live_models
+from sglang_ext.assembly.draft_setup import check_planes, count_loads_of, live_models
 from sglang_ext.assembly.parts.served_kv import served_kv
 from sglang_ext.device.load_counter import LoadCounter
-from sglang_ext.device.pools import describe_pool, describe_pools
+from sglang_ext.device.pools import HybridPools, describe_pool, describe_pools
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.identity.namespace import digest_model
 from sglang_ext.settings.config import HierKVConfig
@@ -104,38 +104,46 @@ class SWAKVPool(SimpleNamespace):
     """By its name one of SGLang's."""
 
 
-@pytest.mark.parametrize("has_states", [True, False])
-def test_fp8_that_a_checkpoint_asks_for_is_refused_beside_a_hybrid(has_states: bool) -> None:
-    """As it is where the argument says so; here "auto" is fp8 of the target and of the draft."""
-    for dtype in (torch.bfloat16, torch.uint8):
-        full = pool(3, dtype=dtype)
-        layers = {layer: (layer // 2, bool(layer % 2)) for layer in range(6)}
-        window = {"swa_kv_pool": pool(3, dtype=dtype), "layers_mapping": layers, "page_size": 8}
-        target: Any = HybridLinearKVPool(full_kv_pool=full)
-        if not has_states:
-            target = SWAKVPool(full_kv_pool=full, **window)
-        pools = describe_pools(target, drafts=[pool(1, dtype=dtype)])
-        check_values(describe_pools(full, drafts=[pool(1, dtype=dtype)]), has_states=False)
-        check_values(describe_pools(target), has_states=has_states)
-        if dtype == torch.bfloat16:
-            check_values(pools, has_states=has_states)
-            continue
-        with pytest.raises(HierKVConfigError, match=r"got fp8, .* give --kv-cache-dtype bf16 or"):
-            check_values(pools, has_states=has_states)
+def window_pools(num_draft_heads: int, dtype: Any) -> HybridPools:
+    """Three full and three window layers of one shape, and a draft's layer behind the full ones."""
+    layers = {layer: (layer // 2, bool(layer % 2)) for layer in range(6)}
+    full, window = (pool(3, dtype=dtype) for _ in range(2))
+    target = SWAKVPool(full_kv_pool=full, swa_kv_pool=window, layers_mapping=layers, page_size=8)
+    return describe_pools(target, drafts=[pool(1, heads=num_draft_heads, dtype=dtype)])
 
 
-def test_values_are_looked_at_as_the_server_starts() -> None:
-    target = HybridLinearKVPool(full_kv_pool=pool(3, dtype=torch.uint8))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.uint8])
+def test_no_codec_is_given_the_blocks_that_a_draft_of_another_width_makes(dtype: Any) -> None:
+    """A codec sees planes, and what is between them is lost: blocks may lie there."""
+    codecs = HierKVConfig(codec="remote=lossless"), HierKVConfig(codec="zstd")
+    for config in (HierKVConfig(), *codecs):
+        check_planes(window_pools(2, dtype), config)
+        check_planes(describe_pools(pool(3, dtype=dtype), drafts=[pool(1, dtype=dtype)]), config)
+    check_planes(window_pools(1, dtype), HierKVConfig())
+    for config in codecs:
+        with pytest.raises(HierKVConfigError, match=r"needs --hier-kv-codec none where window"):
+            check_planes(window_pools(1, dtype), config)
+
+
+def test_blocks_and_codecs_are_looked_at_as_the_server_starts() -> None:
+    layers = {layer: (layer // 2, bool(layer % 2)) for layer in range(6)}
+    target = SWAKVPool(
+        full_kv_pool=pool(3), swa_kv_pool=pool(3), layers_mapping=layers, page_size=8
+    )
     allocator = SimpleNamespace(get_kvcache=lambda: target)
-    drafts = (runner(pool(1, dtype=torch.uint8)),)
+    model = SimpleNamespace(
+        _hier_kv_draft_runners=(runner(pool(1, heads=1)),),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace()),
+        model=None,
+    )
     ctx = SimpleNamespace(
         params=SimpleNamespace(token_to_kv_pool_allocator=allocator, page_size=8),
-        tp_worker=SimpleNamespace(model_runner=SimpleNamespace(_hier_kv_draft_runners=drafts)),
-        is_hybrid_swa=False,
-        is_hybrid_ssm=True,
+        tp_worker=SimpleNamespace(model_runner=model),
+        is_hybrid_swa=True,
+        is_hybrid_ssm=False,
     )
-    with pytest.raises(HierKVConfigError, match="got fp8, for which this checkpoint asks"):
-        served_kv(ctx, HierKVConfig())
+    with pytest.raises(HierKVConfigError, match="got lossless; leave it out or choose another"):
+        served_kv(ctx, HierKVConfig(codec="lossless"))
 
 
 def test_a_draft_waits_for_the_whole_load() -> None:
@@ -162,3 +170,14 @@ def test_the_drafts_weights_are_in_the_digest() -> None:
     with torch.no_grad():
         draft.model.bias.add_(1)
     assert digest_model(live_models(model, [draft])) != before
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale_float"])
+def test_what_scales_the_drafts_kv_is_in_the_digest(name: str) -> None:
+    """In fp8 K and V are divided by it; a module may have it as a number alone."""
+    model, draft = torch.nn.Linear(2, 2), runner(pool(1))
+    digests = {digest_model(live_models(model, [draft]))}
+    for scale in (1.0, 0.5):
+        setattr(draft.model, name, scale)
+        digests.add(digest_model(live_models(model, [draft])))
+    assert len(digests) == 3

@@ -77,7 +77,7 @@ STATES: dict[str, Any] = {"kind": "state", "architecture": "Qwen3NextForCausalLM
 @pytest.mark.parametrize(("architecture", "draft"), DRAFTED_HYBRIDS.items())
 def test_the_draft_layer_of_a_model_with_states_is_served(architecture: str, draft: str) -> None:
     states: dict[str, Any] = {"kind": "state", "architecture": architecture}
-    check("EAGLE", **states, speculative_accept_threshold_single=1.0, kv_cache_dtype="auto")
+    check("EAGLE", **states, speculative_accept_threshold_single=1.0, kv_cache_dtype="fp8_e4m3")
     check("EAGLE", **states, draft=draft, tp_size=8, config={"remote_url": "file:///d"})
 
 
@@ -106,6 +106,7 @@ def test_guesses_are_fewer_than_half_of_what_is_between_two_states() -> None:
 @pytest.mark.parametrize("architecture", WINDOW_TARGETS)
 def test_eagle3_is_served_where_layers_have_windows(architecture: str) -> None:
     check("EAGLE3", "swa", architecture=architecture, attention_backend="fa3")
+    check("EAGLE3", "swa", architecture=architecture, kv_cache_dtype="fp8_e5m2")
     config = {"remote_url": "file:///d"}
     check("EAGLE3", "swa", config, architecture=architecture, tp_size=2)
 
@@ -171,8 +172,7 @@ REFUSED = [
         "LagunaForCausalLM",
     ),
     ("EAGLE3", {"kind": "swa of two shapes"}, "K and V of every head or latent rows in every", "a"),
-    ("EAGLE3", {**OSS, "kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto with", "fp8_e4m3"),
-    ("EAGLE3", {**OSS, "config": {"codec": "lossless"}}, "--hier-kv-codec none with", "lossless"),
+    ("EAGLE3", {**OSS, "config": {"codec": "remote=hier"}}, "that loses nothing with", "hier"),
     ("EAGLE3", {**OSS, "config": {"truncation": "overflow"}}, "--hier-kv-truncation off", "over"),
     ("EAGLE3", {**OSS, "tp_size": 2, "attn_dp_size": 2}, "no data parallel attention with", "it"),
     ("EAGLE3", {"kind": "mla"}, "K and V of every head (with latent rows EAGLE) with", "a model"),
@@ -237,9 +237,8 @@ REFUSED = [
         "its own draft layer (Qwen3_5ForCausalLMMTP) with",
         "a draft of Qwen3NextForCausalLMMTP",
     ),
-    ("EAGLE", {**STATES, "kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype auto with", "fp8_e4m3"),
+    ("EAGLE", {**STATES, "config": {"codec": "hier"}}, "that loses nothing with", "hier"),
     ("EAGLE", {**STATES, "attn_dp_size": 2, "tp_size": 2}, "no data parallel attention", "it"),
-    ("EAGLE", {**STATES, "config": {"codec": "lossless"}}, "--hier-kv-codec none", "lossless"),
     (
         "EAGLE",
         {**STATES, "mamba_radix_cache_strategy": "extra_buffer_lazy"},
@@ -312,17 +311,22 @@ def test_guesses_that_are_taken_for_right_are_refused(
             check(algorithm)
 
 
+HYBRIDS = {"state": STATES["architecture"], "swa": WINDOW_TARGETS[0]}
 CODECS = ["disk=lossless", "host=lossless,disk=lossless", "remote=lossless", "remote=zstd"]
 
 
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize(
     ("algorithm", "kind"),
-    [("EAGLE", "mha"), ("EAGLE3", "mha"), ("STANDALONE", "mha"), ("EAGLE", "mla")],
+    [
+        *(("EAGLE", "mha"), ("EAGLE3", "mha"), ("STANDALONE", "mha"), ("EAGLE", "mla")),
+        *(("EAGLE", "state"), ("EAGLE3", "swa")),
+    ],
 )
 def test_codecs_that_lose_nothing_are_served(algorithm: str, kind: str, codec: str) -> None:
-    check(algorithm, kind, {"codec": codec})
-    check(algorithm, kind, {"codec": codec}, tp_size=2)
+    named = {"architecture": HYBRIDS.get(kind, "")}
+    check(algorithm, kind, {"codec": codec}, **named)
+    check(algorithm, kind, {"codec": codec}, **named, tp_size=2, kv_cache_dtype="fp8_e4m3")
 
 
 VARIABLES = [
