@@ -12,10 +12,9 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from runtime_cpu import launch
 from testkit.ports import free_port
 from testkit.remote.processes import EndedWithBlock, Process, ServerError
-from testkit.server import TINYLM
+from testkit.server import TINYLM, Server
 
 _START_S = 900.0
 _MODEL = "tinylm"
@@ -42,14 +41,13 @@ class Gateway(EndedWithBlock):
     ) -> None:
         self._folder = folder
         port, metrics_port = free_port(), free_port()
-        self.url, self._num_servers = f"http://127.0.0.1:{port}", len(servers)
+        self.url = f"http://127.0.0.1:{port}"
         self._metrics_url = f"http://127.0.0.1:{metrics_port}/metrics"
-        self._processes: list[Process] = []
         ports = [free_port() for _ in servers]
         self._workers = [f"grpc://127.0.0.1:{each}" for each in ports]
-        common = ["--model-path", str(TINYLM), "--page-size", str(page_size), "--smg-grpc-mode"]
-        # The warm-up asks for tokens that the bundled model lacks.
-        common += ["--skip-server-warmup", "--served-model-name", _MODEL]
+        # The warm-up asks for tokens that the bundled model lacks; a `Server` goes without it.
+        common = ["--page-size", str(page_size), "--smg-grpc-mode", "--served-model-name", _MODEL]
+        self._servers: list[Server] = []
         for number, (each, args) in enumerate(zip(ports, servers, strict=True)):
             events = {
                 "publisher": "zmq",
@@ -57,28 +55,22 @@ class Gateway(EndedWithBlock):
                 "endpoint": f"tcp://127.0.0.1:{free_port()}",
             }
             told = json.dumps({**events, "bind": True})
-            own = [*common, "--port", str(each), "--kv-events-config", told, *args]
+            own = [*common, "--kv-events-config", told, *args]
             own += ["--smg-http-sidecar-port", str(free_port())]  # else the port behind it
-            self._processes.append(
-                Process(
-                    launch.command(own),
-                    folder / f"server-{number}.log",
-                    {**launch.environment(), **(environment or {})},
-                )
-            )
+            log = folder / f"server-{number}.log"
+            self._servers.append(Server(own, port=each, log_path=log, env=environment, stop="kill"))
         command = [sys.executable, "-m", "smg", "launch", "--host", "127.0.0.1"]
         command += ["--port", str(port), "--prometheus-port", str(metrics_port)]
         command += ["--policy", policy, "--block-size", str(page_size)]
         command += ["--model-path", str(TINYLM), "--worker-startup-check-interval", "1"]
         command += ["--worker-urls", *self._workers]
-        self._processes.append(Process(command, folder / "gateway.log"))
+        self._gateway = Process(command, folder / "gateway.log")
 
     def __enter__(self) -> Gateway:
         try:
-            *servers, gateway = self._processes
-            for server in servers:
-                server.start(lambda: True)
-            gateway.start(self._answers, _START_S)
+            for server in self._servers:
+                server.start()
+            self._gateway.start(self._answers, _START_S)
         except BaseException:
             self.kill()
             raise
@@ -86,8 +78,9 @@ class Gateway(EndedWithBlock):
 
     def kill(self) -> None:
         """Kills the gateway, then its servers."""
-        for process in reversed(self._processes):
-            process.kill()
+        self._gateway.kill()
+        for server in self._servers:
+            server.kill()
 
     def chat(self, messages: Sequence[Any], max_tokens: int) -> dict[str, Any]:
         """An answer of `/v1/chat/completions`."""
@@ -126,10 +119,10 @@ class Gateway(EndedWithBlock):
         return self._knows_all() and bool(self.chat([{"role": "user", "content": "Hello"}], 1))
 
     def _knows_all(self) -> bool:
-        for number, process in enumerate(self._processes[:-1]):
-            if not process.is_running:
+        for number, server in enumerate(self._servers):
+            if not server.alive():
                 raise ServerError(f"a server ended: {self._folder / f'server-{number}.log'}")
         with contextlib.suppress(ValueError):
             workers = self._ask("/workers")["workers"]
-            return sum(bool(one["is_healthy"]) for one in workers) == self._num_servers
+            return sum(bool(one["is_healthy"]) for one in workers) == len(self._servers)
         return False

@@ -132,7 +132,9 @@ FOUND = [
 
 
 @mistakes.may_end_a_thread
-@pytest.mark.sampled("own-saved_before*", "stores-*", "one copy-keeper*", "one store-readings*")
+# With one copy the keeper's mistake shows in some worlds only, each of up to half a minute; with
+# one store, as the readings' mistake with one copy, it does in the first.
+@pytest.mark.sampled("own-saved_before*", "stores-*", "one copy-readings*", "one store-keeper*")
 @pytest.mark.parametrize(
     ("name", "mutate"), FOUND, ids=[f"{name}-{each.__name__}" for name, each in FOUND]
 )

@@ -24,7 +24,7 @@ from sglang_ext.tiers.policy import PolicyConfig  # noqa: E402
 from tests.long_form import count  # noqa: E402
 from tests.property.hybrids.hit_rig import PAGE, HitRig  # noqa: E402
 
-CASES = count(10_000, 50_000)
+CASES = count(2_000, 50_000)
 GROUPS = 2
 MOST_OF_A_CASE = 64  # pages
 Pages = list[bool]
