@@ -198,10 +198,10 @@ def known_names() -> set[str]:
 
 
 # What the seam calls SGLang's own objects, and nothing else.
-SGLANGS = frozenset(
-    "allocator manager model_config recv_req req req_to_token_pool runner scheduler "
-    "token_to_kv_pool_allocator tree_core".split()
-)
+SGLANGS = (
+    "allocator", "manager", "model_config", "recv_req", "req", "req_to_token_pool", "runner",
+    "scheduler", "token_to_kv_pool_allocator", "tree_core",
+)  # fmt: skip
 
 
 def attributes_of_sglangs(path: Path) -> Iterator[tuple[str, int]]:
