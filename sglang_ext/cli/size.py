@@ -135,7 +135,7 @@ def _size(chosen: argparse.Namespace) -> int:
 
 def _shown(one: Any) -> str:
     """A size and what it brings, as soon as that is known: the largest take the longest."""
-    size = f"DRAM {one.size.host_gb:g} GiB, disk {one.size.disk_gb:g} GiB"
+    size = f"DRAM {one.size.host_gib:g} GiB, disk {one.size.disk_gib:g} GiB"
     return f"{size}: hit rate {one.hit_rate:.1%}"
 
 
@@ -275,11 +275,11 @@ def _table(model: Any, traffic: Any, found: Sequence[Any], best: Any) -> list[st
     from sglang_ext.simulator.sizing import GIB, slot_bytes
 
     page_bytes = slot_bytes(traffic.page_tokens, model.bytes_per_token)
-    worth_gb = traffic.tokens / traffic.page_tokens * page_bytes / GIB
+    worth_gib = traffic.tokens / traffic.page_tokens * page_bytes / GIB
     possible = max(one.possible for one in found)
     name = f"{model.name}: {model.bytes_per_token:,} bytes of KV a token"
     note = f"; {model.note}" if model.note else ""
-    worth = f"worth keeping at a time: {traffic.tokens:,.0f} tokens, {worth_gb:.3g} GiB"
+    worth = f"worth keeping at a time: {traffic.tokens:,.0f} tokens, {worth_gib:.3g} GiB"
     lines = [
         f"{name}, simulated in pages of {traffic.page_tokens} tokens{note}",
         f"{worth}; with room for everything {possible:.1%} of the prompt tokens would be reused",
@@ -291,7 +291,7 @@ def _table(model: Any, traffic: Any, found: Sequence[Any], best: Any) -> list[st
         if one.load >= 1:
             mark += f"  too slow: load {one.load:.3g}"
         lines.append(
-            f"{one.size.host_gb:>10g} {one.size.disk_gb:>10g} {one.hit_rate:>9.1%} "
+            f"{one.size.host_gib:>10g} {one.size.disk_gib:>10g} {one.hit_rate:>9.1%} "
             f"{one.from_host:>9.1%} {one.from_disk:>9.1%}{mark}"
         )
     return [
@@ -300,7 +300,7 @@ def _table(model: Any, traffic: Any, found: Sequence[Any], best: Any) -> list[st
         "hit rate: share of prompt tokens that are not computed, by where they lie at their turn.",
         "The device's own cache is left out: it adds little where DRAM is larger than it.",
         *_of_load(traffic, found),
-        *_of_computing(traffic, found, worth_gb),
+        *_of_computing(traffic, found, worth_gib),
         *_next(best),
     ]
 
@@ -311,10 +311,10 @@ def _next(best: Any) -> list[str]:
             "next: no size here keeps up; ask for more (--host-size, --disk-size), or say a faster",
             "  --prefill-tokens-per-s, or less traffic",
         ]
-    flags = f"--enable-hier-kv --hier-kv-host-size {best.size.host_gb:g}"
-    look = f"hier-kv doctor --hier-kv-host-size {best.size.host_gb:g}"
-    if best.size.disk_gb:
-        disk = f" --hier-kv-disk-dir DIR --hier-kv-disk-size {best.size.disk_gb:g}"
+    flags = f"--enable-hier-kv --hier-kv-host-size {best.size.host_gib:g}"
+    look = f"hier-kv doctor --hier-kv-host-size {best.size.host_gib:g}"
+    if best.size.disk_gib:
+        disk = f" --hier-kv-disk-dir DIR --hier-kv-disk-size {best.size.disk_gib:g}"
         flags, look = flags + disk, look + disk
     return [
         "next:",
@@ -335,9 +335,9 @@ def _of_load(traffic: Any, found: Sequence[Any]) -> list[str]:
     ]
 
 
-def _of_computing(traffic: Any, found: Sequence[Any], worth_gb: float) -> list[str]:
+def _of_computing(traffic: Any, found: Sequence[Any], worth_gib: float) -> list[str]:
     """What is to be said where DRAM has room for everything, and most of it is computed anew."""
-    roomy = [one for one in found if one.size.host_gb >= _ROOMY * worth_gb and one.load < 1]
+    roomy = [one for one in found if one.size.host_gib >= _ROOMY * worth_gib and one.load < 1]
     if not roomy or any(one.hit_rate > one.possible - _FAR for one in roomy):
         return []
     speed = traffic.prefill_tokens_per_s / traffic.scale

@@ -37,8 +37,8 @@ _NEAR = 0.02  # of the best hit rate: more memory is not worth it
 class Size:
     """Memory of one server, in GiB, as `--hier-kv-host-size` and `--hier-kv-disk-size` have it."""
 
-    host_gb: float
-    disk_gb: float = 0.0
+    host_gib: float
+    disk_gib: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,13 @@ def slot_bytes(page_tokens: int, kv_bytes_per_token: int) -> int:
 def sizes_for(traffic: Traffic, kv_bytes_per_token: int) -> list[Size]:
     """Sizes to look at, smallest first."""
     page_bytes = slot_bytes(traffic.page_tokens, kv_bytes_per_token)
-    all_gb = traffic.tokens / traffic.page_tokens * page_bytes / GIB
-    page_gb = page_bytes / GIB / traffic.scale  # of those in the simulation
+    all_gib = traffic.tokens / traffic.page_tokens * page_bytes / GIB
+    page_gib = page_bytes / GIB / traffic.scale  # of those in the simulation
 
     def size(host: float, disk: float) -> Size:
-        host_gb = max(host * all_gb, _LEAST_PAGES * page_gb)
-        disk_gb = max(disk * all_gb, _LEAST_DISK_PAGES * page_gb) if disk else 0.0
-        return Size(_rounded(host_gb), _rounded(disk_gb))
+        host_gib = max(host * all_gib, _LEAST_PAGES * page_gib)
+        disk_gib = max(disk * all_gib, _LEAST_DISK_PAGES * page_gib) if disk else 0.0
+        return Size(_rounded(host_gib), _rounded(disk_gib))
 
     found = [size(share, 0.0) for share in _DRAM_SHARES]
     found += [size(_WITH_DISK, share) for share in _DISK_SHARES]
@@ -176,9 +176,9 @@ def _num_requests(traffic: Traffic) -> int:
 def _system(traffic: Traffic, kv_bytes_per_token: int, size: Size, disk_gb_s: float) -> System:
     """A machine for the part of the traffic that is simulated: that part of the real one."""
     page_bytes = slot_bytes(traffic.page_tokens, kv_bytes_per_token)
-    host = _num_pages(size.host_gb, "host", _LEAST_PAGES, page_bytes / traffic.scale)
-    least = _LEAST_DISK_PAGES if size.disk_gb else 0
-    disk = _num_pages(size.disk_gb, "disk", least, page_bytes / traffic.scale)
+    host = _num_pages(size.host_gib, "host", _LEAST_PAGES, page_bytes / traffic.scale)
+    least = _LEAST_DISK_PAGES if size.disk_gib else 0
+    disk = _num_pages(size.disk_gib, "disk", least, page_bytes / traffic.scale)
     return System(
         page_tokens=traffic.page_tokens,
         kv_bytes_per_token=kv_bytes_per_token,
@@ -236,7 +236,7 @@ def choose(predictions: Sequence[Prediction]) -> Prediction:
     best = max(each.hit_rate for each in predictions)
     near = [each for each in predictions if each.hit_rate >= best - _NEAR]
     near = [each for each in near if each.load < 1] or near
-    return min(near, key=lambda each: (each.size.host_gb, each.size.disk_gb))
+    return min(near, key=lambda each: (each.size.host_gib, each.size.disk_gib))
 
 
 def _rounded(gb: float) -> float:

@@ -7,6 +7,7 @@ value, and a page that went bad once would be told of to nobody.
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -20,7 +21,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from sglang_ext.seam.metrics import names
 from sglang_ext.tiers.records.record import VerifyResult
 from tests.unit.test_counters import documented
-from tests.unit.test_deploy import RULES, alternatives, needs_promtool, run_promtool
+from tests.unit.test_deploy import DASHBOARD, RULES, alternatives, needs_promtool, run_promtool
 
 INSTANCE = 'instance="a:30000"'
 
@@ -193,6 +194,34 @@ def test_what_an_alert_counts_is_there_before_it_is_counted(alert: str) -> None:
         meant = {each for each in counted() if each[0] == metric and re.fullmatch(pattern, each[1])}
         assert meant, f"{pattern} of {metric} stands for nothing"
         assert meant <= there, f"no rate sees the first of {meant - there}"
+
+
+def shown(title: str) -> Iterator[tuple[str, str]]:
+    """What a panel of the dashboard has of each metric: a pattern of the label's values."""
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        if panel["title"] == title:
+            for target in panel["targets"]:
+                yield from re.findall(
+                    r'(sglang:\w+)\{[^}]*?,(?:event|of)=~?"([^"]*)"', target["expr"]
+                )
+
+
+@pytest.mark.parametrize(
+    "alert", [name for name, each in alerts().items() if re.search(r"increase\(.* > 0$", each)]
+)
+def test_what_an_alert_wants_to_be_0_is_on_the_dashboard(alert: str) -> None:
+    panel = list(shown("What should be 0"))
+    for metric, pattern in asked(alerts()[alert]):
+        meant = {name for of, name in counted() if of == metric and re.fullmatch(pattern, name)}
+        drawn = "|".join(each for of, each in panel if of == f"{metric}_total")
+        assert [name for name in meant if not re.fullmatch(drawn, name)] == []
+
+
+def test_the_dashboard_compares_all_that_the_cost_model_foretells() -> None:
+    found = list(shown("Estimates: what was taken over what was expected"))
+    for metric in (names.COST_ACTUAL, names.COST_EXPECTED):
+        drawn = {value for of, value in found if of == f"{metric.name}_sum"}
+        assert drawn == set(names.TIMES[metric])
 
 
 @needs_promtool

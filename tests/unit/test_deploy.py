@@ -161,6 +161,8 @@ def test_a_value_has_one_metric_in_base_units() -> None:
     assert at(metric_names.count_of("save_failures")) == ("events", "save_failures", 1.0)
     assert at(metric_names.count_of("cost_load")) == ("requests", "cost_load", 1.0)
     assert at(metric_names.count_of("corrections")) == ("values", "corrections", 1.0)
+    dropped_lines = "event_log_dropped_lines"
+    assert at(metric_names.count_of(dropped_lines)) == ("lines", dropped_lines, 1.0)
     assert at(metric_names.count_of("saves_ended")) == ("nodes", "saves_ended", 1.0)
     assert at(metric_names.count_of("remote_get_bytes")) == ("bytes", "remote_get_bytes", 1.0)
     assert at(metric_names.count_of("remote_get_ok")) == ("records", "remote_get_ok", 1.0)

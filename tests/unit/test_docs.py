@@ -2,6 +2,7 @@
 
 import ast
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,27 @@ def test_each_table_of_benchmarks_has_its_commit() -> None:
     for section in without:
         title = section.partition("\n")[0].lower()
         assert any(row.strip("`") in title for row in rows), title
+
+
+def git(*words: str, given: str = "") -> str:
+    """What git says; empty where this is no repository of its own."""
+    command = ["git", "-C", str(DOCS.parent), *words]
+    return subprocess.run(
+        command, input=given, capture_output=True, text=True, check=False
+    ).stdout.strip()
+
+
+@pytest.mark.skipif(
+    git("rev-parse", "--is-shallow-repository") != "false", reason="the history is not here"
+)
+def test_each_commit_that_a_document_names_is_there() -> None:
+    pages = [*DOCS.rglob("*.md"), DOCS.parent / "README.md"]
+    texts = " ".join(page.read_text() for page in pages)
+    words = set(re.findall(r"\b[0-9a-f]{7,8}\b", texts))
+    named = sorted(word for word in words if re.search("[0-9]", word) and re.search("[a-f]", word))
+    assert len(named) > 40
+    kinds = git("cat-file", "--batch-check=%(objecttype)", given="\n".join(named)).splitlines()
+    assert [name for name, kind in zip(named, kinds, strict=True) if kind != "commit"] == []
 
 
 def test_the_architecture_lists_every_thread_as_the_code_has_it() -> None:

@@ -231,9 +231,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (_LINKER, "UnifiedCacheLinkerWrapper"): "release_request",
         ("srt.mem_cache.base_prefix_cache", "IncLockRefResult"): "to_dec_params",
         ("srt.mem_cache.allocator.base", "BaseTokenToKVPoolAllocator"): (
-            "get_kvcache available_size"
+            "get_kvcache available_size clear"
         ),
         (_POOLS, "KVCache"): "register_layer_transfer_counter",
+        (_POOLS, "ReqToTokenPool"): "clear",
         (_POOLS, "HybridReqToTokenPool"): "register_layer_transfer_counter",
         ("srt.mem_cache.allocator.swa", "SWATokenToKVPoolAllocator"): (
             "translate_loc_from_full_to_swa set_full_to_swa_mapping free_swa_segment"
@@ -248,6 +249,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "is_decode is_extend is_split_prefill"
         ),
         (_DRAFTS, "BaseSpecWorker"): "_draft_model_runners",
+        ("srt.model_executor.model_runner", "ModelRunner"): "forward",
         ("srt.managers.schedule_batch", "ScheduleBatch"): "init_new prepare_for_extend",
         ("srt.managers.schedule_batch", "MultimodalProcessorOutput"): "build_padded_input_ids",
         (f"{_TRACES}.trace", "TraceReqContext"): (
@@ -277,7 +279,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "attention_chunk_size is_hybrid_swa_compress head_dim v_head_dim swa_head_dim "
             "swa_v_head_dim full_attention_layer_ids swa_attention_layer_ids sliding_window_size "
             "hf_text_config vocab_size num_attention_heads kv_lora_rank qk_rope_head_dim "
-            "quantization dtype"
+            "quantization dtype model_path"
         ),
         ("srt.entrypoints.http_server", ""): "app",
         ("srt.utils.auth", "AuthLevel"): "ADMIN_OPTIONAL",
@@ -297,6 +299,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.managers.io_struct", "BatchTokenIDOutput"): "cached_tokens_details",
         ("srt.managers.io_struct", "BatchStrOutput"): "cached_tokens_details",
         ("srt.managers.io_struct", "BaseReq"): "rid",
+        ("srt.managers.io_struct", "CheckWeightsReqInput"): "action",
         (f"{_OPENAI}.protocol", ""): (
             "ChatCompletionResponse ChatCompletionStreamResponse CompletionResponse "
             "CompletionStreamResponse ResponsesResponse UsageInfo PromptTokensDetails"
@@ -331,11 +334,13 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         (_TREE, "UnifiedTreeCore"): "eviction_strategy _node_arena kv_events is_eagle",
         (_TREE, "UnifiedTreeNode"): (
-            "id key hash_value parent external_cache_stored write_through_pending_id component_data"
+            "id key hash_value parent children external_cache_stored write_through_pending_id "
+            "component_data"
         ),
         ("srt.mem_cache.unified_cache.component_type", ""): "ComponentType",
         ("srt.mem_cache.unified_cache.component_type", "ComponentType"): "FULL MAMBA SWA",
         ("srt.mem_cache.unified_cache.components.base", "TreeComponent"): "component_type",
+        ("srt.mem_cache.unified_cache.components.base", "ComponentData"): "value",
         (_WINDOWS, "SWAComponent"): "full_window_pages",
         (_STATES, "MambaComponent"): "mamba_checkpoint_grid",
         (_POOLS, "HybridLinearKVPool"): "full_kv_pool full_attention_layer_id_mapping",
@@ -345,6 +350,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         (_POOLS, "KVCache"): "layer_num start_layer register_layer_transfer_counter",
         ("srt.mem_cache.base_prefix_cache", "EvictParams"): "mamba_num",
+        ("srt.mem_cache.radix_cache", "RadixKey"): "is_bigram",
+        ("srt.mem_cache.allocator.base", "BaseTokenToKVPoolAllocator"): "size",
         ("srt.mem_cache.swa_memory_pool", "SWAKVPool"): (
             "full_kv_pool swa_kv_pool layers_mapping page_size"
         ),
@@ -380,7 +387,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         ("srt.model_executor.model_runner", "ModelRunnerOutput"): "logits_output",
         ("srt.model_executor.model_runner", "ModelRunner"): (
-            "is_draft_worker server_args model_config lora_manager token_to_kv_pool forward_stream"
+            "is_draft_worker server_args model_config lora_manager token_to_kv_pool forward_stream "
+            "model req_to_token_pool token_to_kv_pool_allocator"
         ),
         # Layers of the hybrids that are served in stages.
         ("srt.configs.kimi_linear", "KimiLinearConfig"): "linear_layer_ids num_hidden_layers",
@@ -408,7 +416,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req dp_attn_adapter "
             "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers "
             "pp_group attn_tp_group tp_worker spec_algorithm internal_state sliding_window_size "
-            "model_config schedule_stream copy_stream future_map schedule_low_priority_values_first"
+            "model_config schedule_stream copy_stream future_map "
+            "schedule_low_priority_values_first tokenizer"
         ),
         ("srt.managers.schedule_policy", "PrefillAdder"): (
             "tree_cache running_batch priority_scheduling_preemption_threshold"

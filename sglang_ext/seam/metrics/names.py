@@ -47,10 +47,11 @@ RESUME_POINTS = Metric(
     f"{PREFIX}_resume_points", "Windows and states of hybrids since start, by their fate.", EVENT
 )
 VALUES = Metric(f"{PREFIX}_values", "Values of K since start, by what happened to them.", EVENT)
+LINES = Metric(f"{PREFIX}_lines", "Lines of logs since start, by what happened to them.", EVENT)
 EVENTS = Metric(f"{PREFIX}_events", "How often something happened since start.", EVENT)
 COUNTS = (
-    PAGES, TOKENS, REQUESTS, RECORDS, BYTES, NODES, SEGMENTS, RESUME_POINTS, VALUES, BUSY_SECONDS,
-    EVENTS,
+    PAGES, TOKENS, REQUESTS, RECORDS, BYTES, NODES, SEGMENTS, RESUME_POINTS, VALUES, LINES,
+    BUSY_SECONDS, EVENTS,
 )  # fmt: skip
 
 DURATIONS = Metric(
@@ -224,6 +225,7 @@ UNITS = {
     "requests": REQUESTS,
     "records": RECORDS,
     "bytes": BYTES,
+    "lines": LINES,
 }
 # Names that do not end in their unit, and what is counted by them.
 UNIT_OF_NAME = {

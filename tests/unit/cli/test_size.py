@@ -271,6 +271,7 @@ def test_a_trace_is_replayed_through_the_page_store(
     assert few_fit["hit_rate"] < 0.5 * expected
     assert main([*command, str(20.5 * PAGE_GB), "--disk-size", "1"]) == 0
     [with_disk] = json.loads(capsys.readouterr().out)["sizes"]
+    assert with_disk["size"] == {"host_gib": 20.5 * PAGE_GB, "disk_gib": 1}
     assert with_disk["hit_rate"] == pytest.approx(expected)
     assert with_disk["from_disk"] > 0
 
@@ -291,7 +292,7 @@ def test_many_chats_are_simulated_by_fewer_with_less_memory() -> None:
     assert many.tokens == pytest.approx(1000 * few.tokens)
     assert many.scale < 0.2
     assert len(many.workload) < 2000
-    by_size = [size.host_gb for size in sizes_for(many, KV) if not size.disk_gb]
+    by_size = [size.host_gib for size in sizes_for(many, KV) if not size.disk_gib]
     assert by_size == sorted(by_size)
     whole = many.tokens / 64 * PAGE_GB
     assert by_size[0] < whole < by_size[-1]

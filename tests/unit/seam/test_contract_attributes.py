@@ -197,6 +197,35 @@ def known_names() -> set[str]:
     return known | {name for other in OTHERS for name in dir(other)}
 
 
+# What the seam calls SGLang's own objects, and nothing else.
+SGLANGS = (
+    "allocator", "manager", "model_config", "recv_req", "req", "req_to_token_pool", "runner",
+    "scheduler", "token_to_kv_pool_allocator", "tree_core",
+)  # fmt: skip
+
+
+def attributes_of_sglangs(path: Path) -> Iterator[tuple[str, int]]:
+    """Names that a file reads of what it calls as SGLang does, and where."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute):
+            holder = ast.unparse(node.value).rpartition(".")[2]
+            if holder in SGLANGS:
+                yield node.attr, node.lineno
+
+
+def test_a_name_of_ours_hides_none_of_sglangs() -> None:
+    """`runner.model` was not in the contract, as something of ours is called `model`, too."""
+    known = {symbol.name.rpartition(".")[2] for symbol in SYMBOLS} | set(NOT_IN_A_FILE)
+    read = [
+        (path.relative_to(ROOT), line, name)
+        for path in SEAM.rglob("*.py")
+        for name, line in attributes_of_sglangs(path)
+    ]
+    assert len(read) > 100
+    found = [each for each in read if each[2] not in known and not each[2].startswith("_hier_kv")]
+    assert found == []
+
+
 def test_what_is_read_of_sglangs_objects_is_in_the_contract() -> None:
     assert unknown(SEAM, known_names()) == []
 

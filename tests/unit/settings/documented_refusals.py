@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
-from sglang_ext.assembly.draft_setup import check_values
+from sglang_ext.assembly.draft_setup import check_planes
+from sglang_ext.device.windows.block_groups import BlockGroups
+from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.refusals import check_attention
 
 SetUp = Mapping[str, Any]
@@ -67,10 +69,9 @@ def _setting(**values: Any) -> SetUp:
     return {"config": values}
 
 
-def _fp8_of_a_checkpoint(*, has_states: bool) -> Callable[[], None]:
-    full = SimpleNamespace(rotatable=False)
-    pools = SimpleNamespace(window=not has_states or None, num_draft_layers=1, full=full)
-    return lambda: check_values(cast(Any, pools), has_states=has_states)
+def _codec_beside_blocks() -> None:
+    pools = SimpleNamespace(groups=object.__new__(BlockGroups))
+    check_planes(cast(Any, pools), HierKVConfig(codec="lossless"))
 
 
 _KV: SetUp = {"kind": "mha", "architecture": "LlamaForCausalLM"}
@@ -431,11 +432,10 @@ BY_DRAFT: dict[str, Row] = {
                 "for gpt-oss with a draft of full layers",
                 tuple({"architecture": each["architecture"]} for each in (_MELLUM, _LAGUNA)),
             ),
-            Phrase("a codec", (_LOSSLESS, _ZSTD)),
-            Phrase("an fp8 KV cache", _FP8),
             Phrase(
-                "also where the checkpoint asks for it",
-                late=(_fp8_of_a_checkpoint(has_states=False),),
+                "a codec, where K and V of the draft have another shape than the model's",
+                late=(_codec_beside_blocks,),
+                served=tuple(changed(_OSS_DRAFT, each) for each in (_LOSSLESS, *_FP8)),
             ),
         ),
     ),
@@ -450,9 +450,12 @@ BY_DRAFT: dict[str, Row] = {
                     {"speculative_algorithm": "EAGLE3"},
                     {"speculative_algorithm": "STANDALONE"},
                 ),
-                served=({**_STATE_DRAFTS[0], "draft": "Qwen3NextForCausalLMMTP"},),
+                served=(
+                    {**_STATE_DRAFTS[0], "draft": "Qwen3NextForCausalLMMTP"},
+                    *(changed(each, _LOSSLESS) for each in _STATE_DRAFTS),
+                    *({**each, **fp8} for each in _STATE_DRAFTS for fp8 in _FP8),
+                ),
             ),
-            Phrase("a codec", (_LOSSLESS, _ZSTD)),
             Phrase(
                 "`--enable-linear-replayssm-spec`", ({"enable_linear_replayssm_spec": True},)
             ),
@@ -490,11 +493,6 @@ BY_DRAFT: dict[str, Row] = {
                         "speculative_num_draft_tokens": 16,
                     },
                 ),
-            ),
-            Phrase("an fp8 KV cache", _FP8),
-            Phrase(
-                "also where the checkpoint asks for it",
-                late=(_fp8_of_a_checkpoint(has_states=True),),
             ),
             Phrase("prefill and decode servers", (_PREFILL, _DECODE)),
         ),
