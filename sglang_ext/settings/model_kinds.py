@@ -262,20 +262,21 @@ SERVED_MODES = (
         "exact, moved, coded; each its own, shared through the remote store only; of hybrids "
         "gpt-oss, Qwen3-Next and Qwen3.5 with images were run",
         "tests/e2e/reuse/test_ranks.py; tests/e2e/ranks/test_killed_schedulers.py; "
-        "tests/e2e/models/test_hybrid_attention_dp.py; "
         "tests/e2e/images/test_image_states.py",
     ),
     ServedMode(
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
         "where a group is one rank; shared between groups through the remote store only; without "
-        "adapters or sessions; drafts with the draft layer of models of latent rows alone; of "
+        "adapters or sessions; drafts (chains, without codec): the draft layer of models of latent "
+        "rows, of Qwen3-Next and of Qwen3.5, and EAGLE3 for gpt-oss and for models with K and V of "
+        "every head, all but the first not with prompts that are cut; of "
         "hybrids MiMo V2, Mellum, Qwen3-Next and Kimi K3 were run, each with a remote store, too; "
         "on several nodes, over loopback, run with K and V of every head, the latent rows of "
         "DeepSeek V3 with its draft layer, DeepSeek V3.2, GLM-5 with its draft layer, Mellum and "
         "Qwen3-Next",
-        "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_hybrid_attention_dp.py; "
-        "tests/e2e/models/test_latent_attention_dp.py",
+        "tests/e2e/reuse/test_attention_dp.py; tests/e2e/models/test_latent_attention_dp.py; "
+        "tests/e2e/drafts/test_draft_attention_dp.py",
     ),
     ServedMode(
         "SGLang's gateway (`--smg-grpc-mode`)",

@@ -43,6 +43,9 @@ DRAFTED_HYBRIDS = {
     "Qwen3_5MoeForConditionalGeneration": "Qwen3_5ForCausalLMMTP",
     "NemotronHForCausalLM": "NemotronHForCausalLMMTP",
 }
+# Of these it was tried with data parallel attention. With Nemotron-H's SGLang 0.5.23 ends where a
+# group has no request: its layer of attention passes on there what the next layer does not take.
+_DRAFTED_IN_GROUPS = tuple(each for each in DRAFTED_HYBRIDS if each != "NemotronHForCausalLM")
 # With it SGLang takes that many guesses for right, whatever they are, and answers other tokens. The
 # KV of the guesses would be stored as that of these tokens.
 _SIMULATED = "SGLANG_SIMULATE_ACC_LEN"
@@ -61,6 +64,12 @@ OTHER_DRAFT = (
 _UNWRITTEN = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 # With it a verification is prepared on a stream of its own, which was not looked at with trees.
 _OTHER_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
+# With it one group may verify while another one computes prompts, which nobody tried.
+_MIXED_STEPS = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
+_SPREAD_HEADS = (
+    "with K and V of every head EAGLE3 has it: of Llama's drafts of EAGLE SGLang spreads the heads "
+    "over all groups, and others were never tried"
+)
 _NO_BACKEND = "none"
 _IN = " in "  # in front of a dtype
 WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
@@ -94,9 +103,8 @@ def outside_speculation(
         *_outside_trees(read, kind, release),
         ("no --speculative-adaptive", on(read("speculative_adaptive"))),
         (f"no {_SIMULATED}", _simulated()),
+        *_outside_attention_dp(read, config, kind, release),
     ]
-    if kind not in LATENT_KINDS or algorithm != EAGLE:
-        found.append(("no data parallel attention", on(has_attention_dp(read))))
     if kind == STATE_KINDS[0] and algorithm == EAGLE:
         found += _outside_states(read, architecture, draft)
     if algorithm != NGRAM:
@@ -119,6 +127,35 @@ def outside_speculation(
             found.append(("full attention in every layer", "a model with other layers"))
         found += [*_outside_masks(read, kind), _of_overlap(read, release)]
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
+
+
+def _outside_attention_dp(
+    read: Callable[[str], Any], config: HierKVConfig, kind: str, release: str
+) -> Iterator[tuple[str, str]]:
+    """What is expected and what came, where groups of ranks run each forward together.
+
+    SGLang has a group without requests run idle forwards of model and draft. It gives a draft of
+    EAGLE3 to each group whole, and divides a draft layer of the model as it does the model. Of
+    Llama's layers it spreads the heads over all ranks, and so over groups whose tokens are others.
+    """
+    if not has_attention_dp(read):
+        return
+    algorithm = read("speculative_algorithm")
+    if algorithm not in KEYED_BY_PAIRS:
+        yield "no data parallel attention (SGLang has it with EAGLE and EAGLE3 alone)", "it"
+    elif kind == "mha" and algorithm == EAGLE:
+        yield f"no data parallel attention ({_SPREAD_HEADS})", "it"
+    yield f"no {_MIXED_STEPS} (with data parallel attention)", on(is_set(_MIXED_STEPS))
+    if kind in LATENT_KINDS:
+        return
+    yield f"{NEWEST_RELEASE} (with data parallel attention)", older_release(release)
+    branches = read("speculative_eagle_topk") or 1
+    yield (
+        "--speculative-eagle-topk 1 (with data parallel attention)",
+        f"{branches}" if branches > 1 else "",
+    )
+    truncation = "" if config.truncation == "off" else config.truncation
+    yield "--hier-kv-truncation off (with data parallel attention)", truncation
 
 
 def _simulated() -> str:
@@ -256,6 +293,11 @@ def _outside_states(
     is_tried = architecture in DRAFTED_HYBRIDS
     expected = f"of hybrids with states {', '.join(DRAFTED_HYBRIDS)}"
     yield expected, "" if is_tried else architecture or "another"
+    in_groups = architecture in _DRAFTED_IN_GROUPS or not has_attention_dp(read)
+    yield (
+        "no data parallel attention (SGLang ends in a group without requests)",
+        "" if in_groups else architecture or "another",
+    )
     own_layer = DRAFTED_HYBRIDS.get(architecture, "")
     is_other = draft not in ("", own_layer) and is_tried
     yield f"its own draft layer ({own_layer})", f"a draft of {draft}" if is_other else ""

@@ -1,9 +1,10 @@
-"""A small gpt-oss and an EAGLE-3 draft for it that guesses most of what it says.
+"""A small gpt-oss or Qwen 3, and an EAGLE-3 draft for it that guesses most of what it says.
 
-The model is that of `oss_model.py`, whose first layer has full attention here and decides nearly
+The former is that of `oss_model.py`. The first layer has full attention here and decides nearly
 alone what is said. The draft's one layer is made of it, without what EAGLE-3's layer of Llama lacks
-(biases, a sink, experts), and leaves out what the target hands over of its hidden states: it
-guesses well as long as it sees the tokens before. Where its own KV is lost, its guesses fall.
+(biases, a sink, experts, norms of Q and K), and leaves out what the target hands over of its hidden
+states: it guesses well as long as it sees the tokens before. Where its own KV is lost, its guesses
+fall.
 """
 
 from __future__ import annotations
@@ -14,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from testkit.hybrids.oss_model import HEAD_DIM, KV_HEADS, NUM_LAYERS, write_oss_model
-from testkit.published_model import copy_tokenizer
+from testkit.published_model import class_of_transformers, copy_tokenizer, seeded
 
 LAYER_TYPES = ("full_attention", "sliding_attention") * (NUM_LAYERS // 2)
 # How sharp attention is, how much of what is said is the first layer's, and the others'.
 _SHARP, _FIRST, _OTHERS = 3.0, 10.0, 0.03
 _INNER = 64
+# Of the Qwen 3, which has K and V of every head in every layer.
+WHOLE_LAYERS = 8
+_WHOLE = "Qwen3ForCausalLM"
 
 
 def write_drafted_oss_model(folder: Path) -> Path:
@@ -40,16 +44,50 @@ def write_drafted_oss_model(folder: Path) -> Path:
     return folder
 
 
+def write_drafted_qwen_model(folder: Path) -> Path:
+    """Writes a Qwen 3 with random weights, changed likewise, into a new folder; returns it.
+
+    Args:
+        folder: made here.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3Config
+
+    config = Qwen3Config(
+        vocab_size=4096, hidden_size=128, intermediate_size=_INNER, num_hidden_layers=WHOLE_LAYERS,
+        num_attention_heads=4, num_key_value_heads=KV_HEADS, head_dim=HEAD_DIM,
+        max_position_embeddings=2048, initializer_range=0.1, tie_word_embeddings=False,
+        bos_token_id=0, eos_token_id=1, pad_token_id=0, dtype=torch.bfloat16,
+    )  # fmt: skip
+    with seeded(0):
+        class_of_transformers(_WHOLE)(config).to(torch.bfloat16).save_pretrained(folder)
+    copy_tokenizer(folder)
+    path = folder / "model.safetensors"
+    weights = {name: _changed(name, value) for name, value in load_file(path).items()}
+    embeddings = weights["model.embed_tokens.weight"].float()
+    squares = embeddings.square().mean(-1, keepdim=True)
+    embeddings = embeddings * (squares + config.rms_norm_eps).rsqrt()
+    # Sharp attention would not bear that a norm makes all as long as they are on average without.
+    weights["model.layers.0.self_attn.q_proj.weight"] /= _SHARP
+    for part in "qk":
+        first = "model.layers.0.self_attn."
+        projected = embeddings @ weights[f"{first}{part}_proj.weight"].float().T
+        weights[f"{first}{part}_norm.weight"].fill_(float(projected.square().mean().sqrt()))
+    save_file(weights, path, metadata={"format": "pt"})
+    return folder
+
+
 def _changed(name: str, value: Any) -> Any:
     """A weight of the model, such that a layer of Llama computes what its first layer does."""
     if not name.startswith("model.layers."):
         return value
-    is_output = "o_proj" in name or ".experts.down_proj" in name
+    is_output = "o_proj" in name or "down_proj" in name
     if not name.startswith("model.layers.0."):
         return value * _OTHERS if is_output else value
     if name.endswith("sinks"):
         return value * 0 - 30.0
-    if name.endswith("bias") or ".experts.down_proj" in name:
+    if name.endswith("bias") or "down_proj" in name:
         return value * 0
     if name.endswith("q_proj.weight"):
         return value * _SHARP

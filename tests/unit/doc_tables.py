@@ -66,6 +66,18 @@ _MODES: dict[str, dict[str, Any]] = {
         "attention_backend": "triton",
     },
     "drafts of EAGLE3": {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1},
+    "drafts of a model, data parallel attention": {
+        "speculative_algorithm": "EAGLE",
+        "speculative_eagle_topk": 1,
+        "tp_size": 2,
+        "attn_dp_size": 2,
+    },
+    "drafts of EAGLE3, data parallel attention": {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_eagle_topk": 1,
+        "tp_size": 2,
+        "attn_dp_size": 2,
+    },
     "adapters": {"enable_lora": True},
     "streaming sessions": {"enable_streaming_session": True},
     "prefill servers": {"disaggregation_mode": "prefill"},

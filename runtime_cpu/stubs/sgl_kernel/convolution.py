@@ -79,7 +79,7 @@ def causal_conv1d_update_cpu(
         **kwargs: of trees of guesses, which are not computed here; None each.
 
     Returns:
-        As `x`.
+        As `x`, in memory, too: SGLang views what comes back of guesses as rows of tokens.
     """
     assert conv_state_indices is not None
     assert all(value is None for value in kwargs.values())
@@ -95,7 +95,7 @@ def causal_conv1d_update_cpu(
         for step in range(inputs.shape[-1]):  # the windows overlap in memory
             window = seen[..., step + 1 : step + 1 + num_before]
             intermediate_conv_window[:, step][rows] = window.to(intermediate_conv_window.dtype)
-    return _activated(found, activation).reshape(x.shape)
+    return torch.empty_like(x).copy_(_activated(found, activation).reshape(x.shape))
 
 
 def _activated(found: torch.Tensor, activation: str | None) -> torch.Tensor:

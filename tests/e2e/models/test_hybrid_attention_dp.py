@@ -8,8 +8,8 @@ the disk that a server left when it was killed. What another group has stored is
 have one remote store, and else none. Window layers have K and V of another shape than full ones
 (MiMo V2) or of the same (Mellum, by groups of two ranks), or layers have a state.
 
-By default states come back to a group; the long form has window layers, too, a remote store, and
-groups on nodes of their own and on two nodes.
+Of the long form, with groups on nodes of their own and on two nodes, too: by default
+`tests/e2e/drafts/test_draft_attention_dp.py` has states come back to a group, with a draft layer.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def check_close(found: list[Any], wanted: list[Any], tolerance: float) -> None:
         assert max(distances) < tolerance, distances
 
 
-@pytest.mark.sampled("states")
+@pytest.mark.long
 @pytest.mark.parametrize("name", KINDS)
 def test_what_a_group_restores_answers_as_its_device_hit(name: str, tmp_path: Path) -> None:
     kind = KINDS[name]

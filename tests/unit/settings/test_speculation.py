@@ -72,6 +72,31 @@ def test_draft_layers_of_models_with_latent_rows_are_served(kind: str) -> None:
 
 
 STATES: dict[str, Any] = {"kind": "state", "architecture": "Qwen3NextForCausalLM"}
+GROUPS: dict[str, Any] = {"tp_size": 4, "attn_dp_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model"),
+    [
+        ("EAGLE", STATES),
+        ("EAGLE", {**STATES, "architecture": "Qwen3_5MoeForConditionalGeneration"}),
+        ("EAGLE3", {"kind": "swa", "architecture": "GptOssForCausalLM"}),
+        ("EAGLE3", {}),
+    ],
+)
+def test_drafts_that_sglang_has_whole_in_a_group_are_served_with_data_parallel_attention(
+    algorithm: str, model: dict[str, Any]
+) -> None:
+    check(algorithm, **model, **GROUPS, config={"remote_url": "file:///d"})
+    check(algorithm, **model, tp_size=2, dp_size=2, enable_dp_attention=True)
+    for more, words in (
+        ({"release": "0.5.22"}, r"SGLang 0\.5\.23.* got 0\.5\.22"),
+        ({"config": {"truncation": "overflow"}}, "--hier-kv-truncation off.* got overflow;"),
+        ({"config": {"codec": "lossless"}}, "--hier-kv-codec none.* got lossless;"),
+        (TREES, "--speculative-eagle-topk 1.* got 8;"),
+    ):
+        with pytest.raises(HierKVConfigError, match=words):
+            check(algorithm, **{**model, **more}, **GROUPS)
 
 
 @pytest.mark.parametrize(("architecture", "draft"), DRAFTED_HYBRIDS.items())
@@ -174,7 +199,12 @@ REFUSED = [
     ("EAGLE3", {"kind": "swa of two shapes"}, "K and V of every head or latent rows in every", "a"),
     ("EAGLE3", {**OSS, "config": {"codec": "remote=hier"}}, "that loses nothing with", "hier"),
     ("EAGLE3", {**OSS, "config": {"truncation": "overflow"}}, "--hier-kv-truncation off", "over"),
-    ("EAGLE3", {**OSS, "tp_size": 2, "attn_dp_size": 2}, "no data parallel attention with", "it"),
+    (
+        "EAGLE",
+        {**STATES, "architecture": "NemotronHForCausalLM", "tp_size": 2, "attn_dp_size": 2},
+        "no data parallel attention (SGLang ends in a group without requests) with",
+        "NemotronHForCausalLM",
+    ),
     ("EAGLE3", {"kind": "mla"}, "K and V of every head (with latent rows EAGLE) with", "a model"),
     ("STANDALONE", {"kind": "indexed"}, "K and V of every head (with latent rows EAGLE)", "a"),
     ("NGRAM", {"kind": "swa"}, "full attention in every layer with", "a model with other layers"),
@@ -192,8 +222,24 @@ REFUSED = [
         "--attention-backend triton (it masks branches) with",
         "flashinfer",
     ),
-    ("EAGLE", {"tp_size": 2, "attn_dp_size": 2}, "no data parallel attention with", "it"),
-    ("NGRAM", {"kind": "mla", "enable_dp_attention": True}, "no data parallel attention", "it"),
+    (
+        "EAGLE",
+        {"tp_size": 2, "attn_dp_size": 2},
+        "no data parallel attention (with K and V of every head EAGLE3 has it: of Llama's drafts",
+        "it",
+    ),
+    (
+        "NGRAM",
+        {"kind": "mla", "enable_dp_attention": True},
+        "no data parallel attention (SGLang has it with EAGLE and EAGLE3 alone) with",
+        "it",
+    ),
+    (
+        "STANDALONE",
+        {"tp_size": 2, "attn_dp_size": 2},
+        "no data parallel attention (SGLang has it with EAGLE and EAGLE3 alone) with",
+        "it",
+    ),
     ("NGRAM", {"config": {"truncation": "overflow"}}, "--hier-kv-truncation off with", "overflow"),
     ("EAGLE", {"config": {"tree_core": "rust"}}, "--hier-kv-tree-core python with", "rust"),
     (
@@ -238,7 +284,6 @@ REFUSED = [
         "a draft of Qwen3NextForCausalLMMTP",
     ),
     ("EAGLE", {**STATES, "config": {"codec": "hier"}}, "that loses nothing with", "hier"),
-    ("EAGLE", {**STATES, "attn_dp_size": 2, "tp_size": 2}, "no data parallel attention", "it"),
     (
         "EAGLE",
         {**STATES, "mamba_radix_cache_strategy": "extra_buffer_lazy"},
@@ -334,6 +379,8 @@ VARIABLES = [
     ("NGRAM", {}, "SGLANG_SIMULATE_ACC_LEN", "3", "3"),
     ("STANDALONE", {}, "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND", "yes", "it"),
     ("EAGLE", TREES, "SGLANG_ENABLE_OVERLAP_PLAN_STREAM", "1", "it"),
+    ("EAGLE3", GROUPS, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "1", "it"),
+    ("EAGLE", {"kind": "mla", **GROUPS}, "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION", "1", "it"),
 ]
 
 
