@@ -307,10 +307,11 @@ SERVED_MODES = (
         "(docs/codec.md), run with EAGLE by one rank; by one rank or several "
         "tensor parallel ones, for models with K and V of every head, and the draft layer (MTP) "
         "of models of latent rows, with an index or without; of hybrids, without codec or an "
-        "fp8 KV cache, the draft layer of Qwen3-Next, Qwen3.5 (prompts with images are neither "
-        "stored nor loaded then) and Nemotron-H and no other draft of theirs, and gpt-oss with "
-        "EAGLE3 (window layers in a pool of their own; the draft's KV with the full layers'), all "
-        "of them run by one rank and by two, from a remote store, too; prompts that are cut, "
+        "fp8 KV cache, the draft layer of Qwen3-Next, Qwen3.5 and Nemotron-H and no other draft of "
+        "theirs, and gpt-oss with EAGLE3 (window layers in a pool of their own; the draft's KV "
+        "with the full layers'), all of them run by one rank and by two, from a remote store, too; "
+        "prompts with images of Qwen3.5, and of Qwen-VL with EAGLE3 (docs/compatibility.md, "
+        '"Images"); prompts that are cut, '
         "computed anew behind each new cut (not of hybrids); without adapters or sessions; codecs "
         "that lose nothing run by one rank and by two, with a remote store, too; EAGLE3 run with "
         "random weights where all layers are full, none of them on a GPU",
