@@ -17,7 +17,7 @@ from tests.e2e.models.hybrid_answers import cached, values
 
 PAGE = 64
 # Images begin and end inside of pages, a chunk of a prompt ends in one, and one has two of them.
-_, SMALL, LARGE, EARLY, *_, TWO, _, _ = prompts()
+_, SMALL, LARGE, EARLY, _, TWO, _, _ = prompts()
 PICTURED = (LARGE, TWO, EARLY, SMALL)
 # Of one shape with the last one, so their tokens are alike.
 OTHER = Prompt(SMALL.text, (picture(99, width=5, height=13),))
