@@ -246,8 +246,6 @@ class HierKVRadixCache(UnifiedRadixCache):
     @property
     def _kept_of_a_token(self) -> str:
         """What SGLang keeps of a token, where images may be beside it; see `settings.images`."""
-        if self._keys_are_pairs:
-            return "pairs"
         if self.linker.states is not None:
             return STATES
         return "windows" if self.hier_linker.is_hybrid else PLAIN
@@ -287,7 +285,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         """
         self.scheduler, self.truncator = scheduler, truncator
         self.only_saves = getattr(scheduler, "disagg_decode_prealloc_queue", None) is not None
-        self.media.begin(scheduler, keeps=self._kept_of_a_token)
+        keeps, of_pairs = self._kept_of_a_token, self._keys_are_pairs
+        self.media.begin(scheduler, keeps=keeps, of_pairs=of_pairs)
         if truncator is None:
             return
         if truncator.allows_match:

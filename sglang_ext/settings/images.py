@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from sglang_ext.settings.speculation import EAGLE
 from sglang_ext.settings.untried import has_attention_dp
 
 # Models of which they are: their tokens see what is before them and no more, and an image is to
@@ -31,6 +32,10 @@ WITH_STATES = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+# Algorithms whose drafts were tried with images, by what SGLang keeps. Of each of an image's tokens
+# such a draft is given what the encoder made of it, as the model is. A scheduler's arguments have
+# either of one draft's two names.
+_DRAFTS = {STATES: (EAGLE, "NEXTN"), PLAIN: ("EAGLE3",)}
 _KEEPS = dict.fromkeys(ALONG_AXES + ALONG_THE_PROMPT, PLAIN) | dict.fromkeys(WITH_STATES, STATES)
 NAMEABLE_IMAGES = tuple(_KEEPS)
 
@@ -54,8 +59,8 @@ def why_not_images(args: Any, architecture: str, keeps: str) -> str:
         return "a model of this kind"
     if args.enable_lora or args.lora_paths:
         return "adapters"
-    if args.speculative_algorithm is not None:
-        return "speculative decoding"
+    if args.speculative_algorithm not in (None, *_DRAFTS.get(keeps, ())):
+        return f"drafts of {args.speculative_algorithm}"
     if args.disaggregation_mode != "null":
         return "prefill and decode servers"
     if getattr(args, "smg_grpc_mode", False):  # which makes of an image what the encoder is given

@@ -19,7 +19,7 @@ from testkit.published_model import class_of_transformers, copy_tokenizer, seede
 
 LAYER_TYPES = ("full_attention", "sliding_attention") * (NUM_LAYERS // 2)
 # How sharp attention is, how much of what is said is the first layer's, and the others'.
-_SHARP, _FIRST, _OTHERS = 3.0, 10.0, 0.03
+SHARP, FIRST, OTHERS = 3.0, 10.0, 0.03
 _INNER = 64
 # Of the Qwen 3, which has K and V of every head in every layer.
 WHOLE_LAYERS = 8
@@ -69,7 +69,7 @@ def write_drafted_qwen_model(folder: Path) -> Path:
     squares = embeddings.square().mean(-1, keepdim=True)
     embeddings = embeddings * (squares + config.rms_norm_eps).rsqrt()
     # Sharp attention would not bear that a norm makes all as long as they are on average without.
-    weights["model.layers.0.self_attn.q_proj.weight"] /= _SHARP
+    weights["model.layers.0.self_attn.q_proj.weight"] /= SHARP
     for part in "qk":
         first = "model.layers.0.self_attn."
         projected = embeddings @ weights[f"{first}{part}_proj.weight"].float().T
@@ -84,14 +84,14 @@ def _changed(name: str, value: Any) -> Any:
         return value
     is_output = "o_proj" in name or "down_proj" in name
     if not name.startswith("model.layers.0."):
-        return value * _OTHERS if is_output else value
+        return value * OTHERS if is_output else value
     if name.endswith("sinks"):
         return value * 0 - 30.0
     if name.endswith("bias") or "down_proj" in name:
         return value * 0
     if name.endswith("q_proj.weight"):
-        return value * _SHARP
-    return value * _FIRST if name.endswith("o_proj.weight") else value
+        return value * SHARP
+    return value * FIRST if name.endswith("o_proj.weight") else value
 
 
 def write_oss_draft(folder: Path, model: Path) -> Path:
@@ -105,7 +105,7 @@ def write_oss_draft(folder: Path, model: Path) -> Path:
 
     write_eagle3_config(folder, model, norm_output=True)
     weights = load_file(model / "model.safetensors")
-    save_file(dict(_draft(weights)), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(dict(draft_weights(weights)), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 
 
@@ -119,6 +119,7 @@ def write_eagle3_config(folder: Path, model: Path, **more: Any) -> Path:
     """
     folder.mkdir(parents=True)
     target = json.loads((model / "config.json").read_text())
+    target |= target.get("text_config", {})  # of one with an encoder of images
     config = {
         name: target[name]
         for name in ("hidden_size", "vocab_size", "max_position_embeddings", "rms_norm_eps",
@@ -159,8 +160,12 @@ def ask_for_fp8(folder: Path) -> None:
     path.write_text(json.dumps(config))
 
 
-def _draft(weights: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The draft's weights: the first layer's attention, of the embedding of the next token."""
+def draft_weights(weights: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The draft's weights: the first layer's attention, of the embedding of the next token.
+
+    Args:
+        weights: of the model, by their names in one of text alone.
+    """
     import torch
 
     embeddings = weights["model.embed_tokens.weight"]

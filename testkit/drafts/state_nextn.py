@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from testkit.hybrids.image_model import IMAGE_MODEL, write_image_model
+from testkit.hybrids.image_model import DENSE_IMAGE_MODEL, IMAGE_MODEL, write_image_model
 from testkit.hybrids.state_model import STATE_MODELS, StateModel, write_state_model
 
 # What the other layers add to what is said, and how sharp attention is.
@@ -62,6 +62,9 @@ DRAFTED_MODELS = {
         STATE_MODELS["qwen3_5"], lambda folder: write_state_model(folder, "qwen3_5"), 1
     ),
     "qwen3_5_moe": DraftedModel(IMAGE_MODEL, write_image_model, 1),
+    "qwen3_5_dense": DraftedModel(
+        DENSE_IMAGE_MODEL, lambda folder: write_image_model(folder, DENSE_IMAGE_MODEL, seed=1), 1
+    ),
     "nemotron_h": DraftedModel(
         STATE_MODELS["nemotron_h"], lambda folder: write_state_model(folder, "nemotron_h"), 2
     ),

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_ext.identity.media import FIRST_PAD, Naming, images_of_tokens, page_digest
 
@@ -71,18 +72,22 @@ def install_page_digests() -> None:
         images = naming.images
         if not images:
             return plain(token_ids, prior_digest, page_size)
-        raw, num_tokens, width, _ = _native_hash_input(token_ids)
-        tokens = np.asarray(raw, np.int64)[:num_tokens]
+        raw, length, width, of_pairs = _native_hash_input(token_ids)
+        assert of_pairs or width == 1
+        tokens = np.asarray(raw, np.int64)[: length + of_pairs]
         which, bindings = images_of_tokens(tokens, images)
-        if not bindings or width != 1:  # of pairs no request with images is named
+        if not bindings or not length:
             return plain(token_ids, prior_digest, page_size)
         tokens = np.where(which >= 0, FIRST_PAD, tokens)  # other servers have other numbers
-        size = page_size or max(num_tokens, 1)
-        name = _name_of(tokens, which, bindings, prior_digest, size)
+        size = page_size or length
+        name = _name_of(tokens, which, bindings, prior_digest, size, of_pairs)
         hashes = memo.get(name)
         if hashes is None:
-            runs = [_runs(which[at : at + size], bindings) for at in range(0, num_tokens, size)]
-            hashes = _chained(plain, tokens, prior_digest, size, runs)
+            # A page of pairs is named by the token behind it, too, which may be of another image.
+            ends = range(size, length + size, size)
+            runs = [_runs(which[end - size : end + of_pairs], bindings) for end in ends]
+            key_of = _pairs_of if of_pairs else _tokens_of
+            hashes = _chained(plain, tokens, prior_digest, size, runs, key_of)
             memo.put(name, hashes)
         return hashes[0] if page_size is None else list(hashes)
 
@@ -91,17 +96,37 @@ def install_page_digests() -> None:
 
 
 def _name_of(
-    tokens: Any, which: Any, bindings: list[bytes], prior: bytes | None, size: int
+    tokens: Any,
+    which: Any,
+    bindings: list[bytes],
+    prior: bytes | None,
+    size: int,
+    of_pairs: bool,
 ) -> bytes:
     """What hashes of pages are remembered by: a digest of all that they are made of."""
-    digest = hashlib.sha256(f"{size} {len(tokens)} {len(bindings)} ".encode())
+    digest = hashlib.sha256(f"{size} {of_pairs} {len(tokens)} {len(bindings)} ".encode())
     for part in (prior or b"", *bindings, tokens.tobytes(), which.astype(np.int32).tobytes()):
         digest.update(len(part).to_bytes(8, "little") + part)
     return digest.digest()
 
 
+def _tokens_of(tokens: Any, first: int, end: int) -> Any:
+    """A key of tokens."""
+    return array("q", tokens[first:end].tobytes())
+
+
+def _pairs_of(tokens: Any, first: int, end: int) -> Any:
+    """A key of pairs: each token with the next one."""
+    return RadixKey(array("q", tokens[first : end + 1].tobytes()), is_bigram=True)
+
+
 def _chained(
-    plain: Any, tokens: Any, prior: bytes | None, size: int, runs: list[list[tuple[bytes, int]]]
+    plain: Any,
+    tokens: Any,
+    prior: bytes | None,
+    size: int,
+    runs: list[list[tuple[bytes, int]]],
+    key_of: Callable[[Any, int, int], Any],
 ) -> list[str]:
     """Hashes of pages: runs of pages without images by SGLang's function, the others one by one."""
     hashes: list[str] = []
@@ -111,7 +136,7 @@ def _chained(
         if not runs[first]:
             while end < len(runs) and not runs[end]:
                 end += 1
-        found = plain(array("q", tokens[first * size : end * size].tobytes()), prior, size)
+        found = plain(key_of(tokens, first * size, end * size), prior, size)
         if runs[first]:
             found = [page_digest(bytes.fromhex(found[0]), runs[first]).hex()]
         hashes += found

@@ -51,18 +51,21 @@ class MediaRequests:
         self._facts = ""
         self._has_images = False
         self._has_axes = False  # the model rotates by several of them
+        self._keys_are_pairs = False  # SGLang's; see `page_hash`
         self._has_named = False  # there may be pages on the device that go by images
         self._why_not = "the scheduler is not built"
         # Of this scheduler's requests, which its ranks meet in one order: each gives the same ones.
         self._numbers_alone = count()
 
-    def begin(self, scheduler: Any, *, keeps: str) -> None:
+    def begin(self, scheduler: Any, *, keeps: str, of_pairs: bool = False) -> None:
         """The scheduler is built: sees whether images can be named on this server.
 
         Args:
             scheduler: SGLang's.
             keeps: what SGLang keeps of a token, a word of `settings.images`.
+            of_pairs: SGLang's keys are of pairs of tokens; see `page_hash`.
         """
+        self._keys_are_pairs = of_pairs
         args, model = scheduler.server_args, scheduler.model_config
         self._has_images = bool(model.is_multimodal)
         if not self._has_images:
@@ -192,7 +195,7 @@ class MediaRequests:
         """
         if not self._is_compared(req):
             return True
-        key = request_key(req, up_to, self._tree.page_size)
+        key = request_key(req, up_to, self._tree.page_size, of_pairs=self._keys_are_pairs)
         num_pages, node_id = self._tree.device_prefix(key)
         if not num_pages or self._holds(req, key[: num_pages * self._tree.page_size], node_id):
             return True

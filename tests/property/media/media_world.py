@@ -127,7 +127,7 @@ class MediaWorld(World):
         install_page_digests()
         super().__init__(folder, patch, seed, lossy=False, **options)
         architecture = (ALONG_AXES if self.has_axes else ALONG_THE_PROMPT)[0]
-        self.cache.media.begin(scheduler(architecture), keeps=PLAIN)
+        self.cache.media.begin(scheduler(architecture), keeps=PLAIN, of_pairs=self.of_pairs)
         self.num_waits = 0
 
     def row_values(self, tokens: list[int], end: int) -> torch.Tensor:

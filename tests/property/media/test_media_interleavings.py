@@ -14,6 +14,7 @@ import pytest
 
 from tests.long_form import FACTOR, count, either
 from tests.property.media.media_world import MediaWorld
+from tests.property.media.pairs_media_world import PairsMediaWorld
 from tests.property.worlds.coverage import run_until_counted
 
 pytestmark = pytest.mark.usefixtures("scheduler_waits")
@@ -41,14 +42,16 @@ class WithoutAxes(MediaWorld):
     has_axes = False
 
 
-# By default one with axes and one without; each policy once.
-SEEDS = either([0, 5], list(range(20 * FACTOR)))
+# By default one with axes, one without and one of pairs; each policy at least once.
+SEEDS = either([0, 5, 10], list(range(20 * FACTOR)))
+KINDS = (MediaWorld, WithoutAxes, PairsMediaWorld)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_request_attends_to_another_image(make: Make, seed: int) -> None:
-    kind = MediaWorld if seed < 4 else WithoutAxes
-    world = make(seed, kind=kind, policy=("write_through", "write_back")[seed % 2])
+    world = make(
+        seed, kind=KINDS[seed // 5 % len(KINDS)], policy=("write_through", "write_back")[seed % 2]
+    )
 
     shown = (
         "image_requests",

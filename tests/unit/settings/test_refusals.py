@@ -307,20 +307,34 @@ def test_prefills_that_replay_kda_without_waiting_for_its_states_are_refused() -
         check_resolved(resolved(latent, cuda_graph_config=config, **kept), HierKVConfig())
 
 
-def test_images_are_stored_by_several_whole_schedulers_and_in_no_stages() -> None:
+def _with_images(**more: Any) -> SimpleNamespace:
+    """Arguments with which images are stored."""
     off = dict.fromkeys(
         ("enable_lora", "lora_paths", "speculative_algorithm", "enable_mm_global_cache")
     )
-    one = SimpleNamespace(
-        **off, disaggregation_mode="null", pp_size=1, nnodes=1, tokenizer_worker_num=1,
-        attn_dp_size=1, enable_dp_attention=False, dp_size=1,
-    )  # fmt: skip
-    two = SimpleNamespace(**{**vars(one), "dp_size": 2})
-    assert why_not_images(one, WITH_STATES[0], STATES) == ""
-    stages = SimpleNamespace(**{**vars(one), "pp_size": 2})
+    one: dict[str, Any] = {
+        **off, "disaggregation_mode": "null", "pp_size": 1, "nnodes": 1, "tokenizer_worker_num": 1,
+        "attn_dp_size": 1, "enable_dp_attention": False, "dp_size": 1,
+    }  # fmt: skip
+    return SimpleNamespace(**one | more)
+
+
+def test_images_are_stored_by_several_whole_schedulers_and_in_no_stages() -> None:
+    assert why_not_images(_with_images(), WITH_STATES[0], STATES) == ""
+    two, stages = _with_images(dp_size=2), _with_images(pp_size=2)
     for architecture, keeps in ((WITH_STATES[0], STATES), (ALONG_AXES[0], PLAIN)):
         assert why_not_images(two, architecture, keeps) == ""
         assert why_not_images(stages, architecture, keeps) == "several pipeline stages"
+
+
+def test_images_are_stored_with_drafts_that_are_given_them() -> None:
+    for architecture, keeps, taken in (
+        (WITH_STATES[0], STATES, {"EAGLE", "NEXTN"}),
+        (ALONG_AXES[0], PLAIN, {"EAGLE3"}),
+    ):
+        for name in ("EAGLE", "NEXTN", "EAGLE3", "STANDALONE", "NGRAM"):
+            found = why_not_images(_with_images(speculative_algorithm=name), architecture, keeps)
+            assert found == ("" if name in taken else f"drafts of {name}")
 
 
 def test_fp8_is_refused_where_its_pool_has_scales() -> None:

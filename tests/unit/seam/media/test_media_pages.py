@@ -43,8 +43,13 @@ def image(length: int, pads: tuple[int, ...] = PADS) -> list[int]:
     return [pads[at % len(pads)] for at in range(length)]
 
 
-def hashes(tokens: list[int], prior: str | None = None, extra_key: str | None = None) -> list[str]:
-    key = RadixKey(array("q", tokens), extra_key)
+def hashes(
+    tokens: list[int],
+    prior: str | None = None,
+    extra_key: str | None = None,
+    of_pairs: bool = False,
+) -> list[str]:
+    key = RadixKey(array("q", tokens), extra_key, is_bigram=of_pairs)
     return list(utils.get_storage_hash_str(key, prior, page_size=PAGE))
 
 
@@ -127,6 +132,34 @@ def test_which_numbers_stand_for_an_image_is_not_in_a_page() -> None:
     assert of(A, [1, *image(6, OTHER), 2, 3, 4], OTHER)[: len(ours)] == ours
 
 
+@pytest.mark.parametrize("start", range(1, 9))
+def test_a_page_of_pairs_is_named_by_the_image_behind_it_too(start: int) -> None:
+    """As its draft's last row may have seen that."""
+    tokens = [*range(1, start + 1), *image(6), *range(30, 40)]
+    plain = hashes(tokens, of_pairs=True)
+    found = []
+    for binding in (A, B):
+        with images(Media(PADS, binding)):
+            found.append(hashes(tokens, of_pairs=True))
+            for page in range(1, len(plain)):
+                assert (
+                    hashes(tokens[page * PAGE :], found[-1][page - 1], of_pairs=True)
+                    == (found[-1][page:])
+                )
+            assert hashes(tokens)[0] != found[-1][0], "names of tokens are others"
+    first = (start - 1) // PAGE  # of which the image is the last pair's second half
+    assert found[0][:first] == found[1][:first] == plain[:first]
+    assert not set(found[0][first:]) & {*found[1][first:], *plain[first:]}
+
+
+def test_which_numbers_stand_for_an_image_is_not_in_a_page_of_pairs() -> None:
+    tokens = [[1, 2, 3, *image(6, pads), 2, 3, 4] for pads in (PADS, OTHER)]
+    with images(Media(PADS, A)):
+        ours = hashes(tokens[0], of_pairs=True)
+    with images(Media(OTHER, A)):
+        assert hashes(tokens[1], of_pairs=True)[:2] == ours[:2]
+
+
 def test_numbers_of_no_known_image_are_hashed_as_tokens() -> None:
     tokens = [1, *image(3, OTHER), 2, 3, 4, 5]
     assert of(A, tokens) == hashes(tokens)
@@ -167,17 +200,20 @@ def test_hashes_are_remembered_of_so_many_pages_and_no_more() -> None:
 @given(
     tokens=st.lists(st.sampled_from([1, 2, *PADS[:2], *OTHER[:2]]), max_size=40),
     cut=st.integers(0, 9),
+    of_pairs=st.booleans(),
 )
-def test_hashes_name_tokens_and_images_and_nothing_else(tokens: list[int], cut: int) -> None:
+def test_hashes_name_tokens_and_images_and_nothing_else(
+    tokens: list[int], cut: int, of_pairs: bool
+) -> None:
     """What a page is named by can be told from its tokens and the images that they stand for."""
     names: dict[str, Any] = {}
     for first, second in ((A, B), (B, A), (A, b"c" * 32)):
         both = Media(PADS[:2], first), Media(OTHER[:2], second)
         with images(*both):
-            found = hashes(tokens)
+            found = hashes(tokens, of_pairs=of_pairs)
         said = [first if t in PADS else second if t in OTHER else None for t in tokens]
         for page, name in enumerate(found):
-            end = (page + 1) * PAGE
+            end = (page + 1) * PAGE + of_pairs
             meaning = [
                 token if image is None else image
                 for token, image in zip(tokens[:end], said[:end], strict=True)
@@ -186,5 +222,6 @@ def test_hashes_name_tokens_and_images_and_nothing_else(tokens: list[int], cut: 
         at = min(cut, len(found))
         if at:
             with images(*both):
-                assert found[at:] == hashes(tokens[at * PAGE :], found[at - 1])
+                rest = hashes(tokens[at * PAGE :], found[at - 1], of_pairs=of_pairs)
+                assert found[at:] == rest
     assert hashlib.sha256().digest() not in map(bytes.fromhex, names)

@@ -1,0 +1,71 @@
+"""A small Qwen2.5-VL and an EAGLE-3 draft for it that guesses much of what it says, with images.
+
+As the gpt-oss of `eagle3.py`: the model's first layer decides nearly alone what is said, and the
+draft's one layer is made of its attention, with the rotation of three axes. It is given an image's
+tokens as the encoder made them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from testkit.drafts.eagle3 import FIRST, OTHERS, SHARP, draft_weights, write_eagle3_config
+from testkit.images.vision_model import write_vision_model
+
+_EMBEDDINGS = "embed_tokens.weight"
+
+
+def write_drafted_vision_model(folder: Path) -> Path:
+    """Writes the model of `vision_model.py`, changed, into a new folder; returns it.
+
+    Args:
+        folder: made here.
+    """
+    from safetensors.torch import load_file, save_file
+
+    write_vision_model(folder)
+    path = folder / "model.safetensors"
+    weights = load_file(path)
+    layers = f"{_root(weights)}layers."
+    changed = {name: _changed(name, value, layers) for name, value in weights.items()}
+    save_file(changed, path, metadata={"format": "pt"})
+    return folder
+
+
+def write_vision_draft(folder: Path, model: Path) -> Path:
+    """Writes a draft for such a model into a new folder; returns it.
+
+    Args:
+        folder: made here.
+        model: the target's folder.
+    """
+    from safetensors.torch import load_file, save_file
+
+    # The model has fewer layers than SGLang would choose three of.
+    captured = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [0, 1, 2]}
+    write_eagle3_config(folder, model, norm_output=True, eagle_config=captured)
+    weights = load_file(model / "model.safetensors")
+    root = _root(weights)
+    of_text = {name.replace(root, "model."): value for name, value in weights.items()}
+    found = {name: value.contiguous() for name, value in draft_weights(of_text)}
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _root(weights: dict[str, Any]) -> str:
+    """What names of the text's weights begin with."""
+    return next(name for name in weights if name.endswith(_EMBEDDINGS)).removesuffix(_EMBEDDINGS)
+
+
+def _changed(name: str, value: Any, layers: str) -> Any:
+    """A weight of the model, such that a layer of Llama computes what its first layer does."""
+    if not name.startswith(layers):
+        return value
+    if not name.startswith(f"{layers}0."):
+        return value * OTHERS if name.endswith(("o_proj.weight", "down_proj.weight")) else value
+    if name.endswith(("bias", "down_proj.weight")):
+        return value * 0
+    if name.endswith("q_proj.weight"):
+        return value * SHARP
+    return value * FIRST if name.endswith("o_proj.weight") else value
