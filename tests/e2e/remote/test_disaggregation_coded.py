@@ -55,6 +55,7 @@ def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
     if kind in STATES:
         return state_set_up(folder, kind, num_ranks)
     if kind in DRAFTS:
+        folder.mkdir()
         return draft_set_up(kind, num_ranks, folder)
     if kind == "mla":
         made = made._replace(model=write_latent_model(folder))
