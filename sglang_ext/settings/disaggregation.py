@@ -13,7 +13,7 @@ from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.settings.lossless import any_codec, lossy_codec
+from sglang_ext.settings.lossless import lossy_codec
 from sglang_ext.settings.model_kinds import STATE_KINDS
 from sglang_ext.settings.untried import (
     NEWEST_RELEASE,
@@ -72,10 +72,8 @@ def outside_disaggregation(
             "--speculative-algorithm EAGLE, EAGLE3 or NEXTN, or none",
             "" if algorithm in _DRAFTS else algorithm,
         ),
-        ("no --speculative-algorithm with window layers", algorithm if kind == "swa" else ""),
         *adapters_and_sessions(read),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
-        _of_coded_drafts(algorithm, config),
         ("--hier-kv-truncation off", config.truncation),
         ("--hier-kv-tree-core python", config.tree_core),
         (
@@ -94,12 +92,6 @@ def outside_disaggregation(
     if mode == DECODE:
         found += _outside_decoding(read)
     yield from outside(found, f"with --disaggregation-mode {mode}")
-
-
-def _of_coded_drafts(algorithm: str | None, config: HierKVConfig) -> tuple[str, str]:
-    """What is expected and what came of codecs where a draft model's KV is handed over, too."""
-    found = "" if algorithm is None else any_codec(config)
-    return f"--hier-kv-codec none with --speculative-algorithm {algorithm}", found
 
 
 def _outside_decoding(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:

@@ -328,9 +328,9 @@ SERVED_MODES = (
         "exact; a decode server only saves, and what it wrote is loaded by prefill servers on the "
         "same remote store; by one rank or several tensor parallel ones, for models with K and V "
         "of every head, alike in window layers (without chunks), or with MLA, with an index or "
-        "without, or with a state beside either, with drafts of EAGLE, EAGLE3 or NEXTN, without "
-        "lossy codec (with drafts without any), truncation, adapters or sessions; not "
-        "run on a GPU",
+        "without, or with a state beside either; with drafts of EAGLE, EAGLE3 or NEXTN as one "
+        "server takes them, run with hybrids, too (gpt-oss, Qwen3-Next, Qwen3.5, Nemotron-H); "
+        "without lossy codec, truncation, adapters or sessions; not run on a GPU",
         "tests/e2e/remote/test_disaggregation.py; tests/e2e/remote/test_disaggregation_ranks.py; "
         "tests/e2e/remote/test_disaggregation_drafts.py; "
         "tests/e2e/remote/test_disaggregation_index.py; "

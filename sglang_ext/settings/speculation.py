@@ -288,8 +288,6 @@ def _outside_states(
     read: Callable[[str], Any], architecture: str, draft: str
 ) -> Iterator[tuple[str, Any]]:
     """What was not tried of a model with a state a sequence and its draft layer."""
-    mode = read("disaggregation_mode")
-    yield "no --disaggregation-mode", "" if mode in (None, "null") else mode
     is_tried = architecture in DRAFTED_HYBRIDS
     expected = f"of hybrids with states {', '.join(DRAFTED_HYBRIDS)}"
     yield expected, "" if is_tried else architecture or "another"

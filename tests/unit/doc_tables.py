@@ -85,6 +85,16 @@ _MODES: dict[str, dict[str, Any]] = {
         "disaggregation_mode": "decode",
         "disaggregation_decode_enable_radix_cache": True,
     },
+    "prefill servers with drafts of a model": {
+        "disaggregation_mode": "prefill",
+        "speculative_algorithm": "EAGLE",
+        "speculative_eagle_topk": 1,
+    },
+    "prefill servers with drafts of EAGLE3": {
+        "disaggregation_mode": "prefill",
+        "speculative_algorithm": "EAGLE3",
+        "speculative_eagle_topk": 1,
+    },
 }
 _KEPT = {"mamba_radix_cache_strategy": "extra_buffer"}
 # Of each kind, by a word of its own, its architectures in the order in which they are named.

@@ -93,6 +93,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.model_loader.loader", ""): "_initialize_model",
         (f"{_PD}.decode", "SchedulerDisaggregationDecodeMixin"): "process_decode_queue",
         (f"{_PD}.decode", "DecodeTransferQueue"): "_do_release",
+        (f"{_PD}.decode", "DecodePreallocQueue"): "_pre_alloc",
         ("srt.session.session_controller", "Session"): "_concat_token_arrays",
         ("srt.managers.schedule_batch", "Req"): "__init__ extend_image_inputs",
         ("srt.managers.schedule_batch", "ScheduleBatch"): "check_decode_mem",
@@ -141,6 +142,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (f"{_PD}.decode", "DecodeTransferQueue"): (
             "_commit_transfer_to_req pop_transferred resolve_deferred_releases _defer_release"
         ),
+        # That the forward which runs while rows are taken is the one that was launched last.
+        (f"{_PD}.decode", "SchedulerDisaggregationDecodeMixin"): "event_loop_overlap_disagg_decode",
         # What a decode server keeps of a request that it retracts: no draft's rows; and for which
         # rows of window layers it has room, and which of them come.
         (f"{_PD}.decode", "DecodePreallocQueue"): (
@@ -416,8 +419,8 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "max_req_len max_req_input_len chunked_req _pending_chunked_abort_req dp_attn_adapter "
             "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers "
             "pp_group attn_tp_group tp_worker spec_algorithm internal_state sliding_window_size "
-            "model_config schedule_stream copy_stream future_map "
-            "schedule_low_priority_values_first tokenizer"
+            "model_config schedule_stream copy_stream future_map enable_overlap last_batch "
+            "forward_stream schedule_low_priority_values_first tokenizer"
         ),
         ("srt.managers.schedule_policy", "PrefillAdder"): (
             "tree_cache running_batch priority_scheduling_preemption_threshold"

@@ -62,6 +62,7 @@ def register_disaggregation_hooks() -> None:
     hook(f"{_DECODE}.DecodeTransferQueue._defer_release", _after_giving_up)
     hook(f"{_DECODE}.DecodeTransferQueue._do_release", _before_release, "before")
     hook(f"{_DECODE}.DecodePreallocQueue.resume_retracted_reqs", _after_resuming)
+    hook(f"{_DECODE}.DecodePreallocQueue._pre_alloc", _before_rows_are_taken, "before")
     hook(
         f"{_DECODE}.SchedulerDisaggregationDecodeMixin.process_decode_queue", _before_step, "before"
     )
@@ -148,6 +149,23 @@ def _send_behind_restored(cache: HierKVRadixCache, sender: Any) -> Any:
         return None
     setattr(sender, _WAITS_FOR, event)
     return event
+
+
+def _before_rows_are_taken(queue: Any, *args: Any, **kwargs: Any) -> None:
+    """A decode server is about to name rows, and a state's slot, that a prefill server writes.
+
+    With overlap scheduling SGLang launches a forward before it uses the result of the last one. Of
+    a request that ended with that result the forward still writes rows behind its tokens, and its
+    state, which are free by now. What SGLang computes next is behind it on the device; a transfer
+    is behind nothing, so what came could be overwritten. Seldom: a forward is as long as it takes
+    the other server to hear of the rows and to send some.
+    """
+    scheduler = queue.scheduler
+    if not isinstance(scheduler.tree_cache, HierKVRadixCache) or not scheduler.enable_overlap:
+        return
+    running = scheduler.last_batch
+    if running is not None and any(req.finished() for req in running.reqs):
+        scheduler.forward_stream.synchronize()
 
 
 def _after_arrival(result: None, queue: Any, decode_req: Any) -> None:

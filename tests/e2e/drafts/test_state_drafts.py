@@ -277,7 +277,8 @@ def from_disk(server: Server, told: Told, setup: Setup) -> None:
     else:
         check_lost(found, told.more_hits)
     if told.images is not None:
-        told.images.check(server, "disk", lost=0 if setup.is_coded else 1)
+        lost = 0 if setup.is_coded else 1
+        told.images.check(server, "disk", lost, is_narrow=setup.is_narrow)
 
 
 def check_lost(found: Sequence[dict[str, Any]], hits: Sequence[dict[str, Any]]) -> None:

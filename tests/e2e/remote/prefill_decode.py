@@ -8,7 +8,7 @@ first and then ended: idle schedulers would take the cores from each other.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -44,6 +44,8 @@ from tests.e2e.remote.test_remote import eventually
 # one, and none with a page: whether its last token is computed is chance.
 FIRST_TOKENS, ANSWER_TOKENS = 6 * PAGE + 54, 20
 TURN_TOKENS = 2 * PAGE - ANSWER_TOKENS
+# The same of hybrids: each answer passes a place at which a Nemotron-H keeps a state, too.
+FIRST_OF_HYBRIDS = FIRST_TOKENS + PAGE
 PATIENCE_S = 300.0
 SAME = ["--page-size", str(PAGE), "--chunked-prefill-size", "256", "--max-total-tokens", "8192"]
 DECODE = ["--disaggregation-decode-enable-radix-cache"]
@@ -208,6 +210,12 @@ def guesses_of(answer: Any) -> tuple[int, int] | None:
     return facts["spec_num_correct_drafts"], facts["spec_num_proposed_drafts"]
 
 
+def share(turns: Iterable[Turn]) -> float:
+    """The share of guesses that were right in some turns."""
+    right, proposed = np.sum([turn.guesses for turn in turns if turn.guesses], axis=0)
+    return float(right / proposed)
+
+
 def plain_turns(plain: Server, parts: Sequence[list[int]]) -> list[Turn]:
     """A conversation with a server that keeps all of it on its device."""
     turns: list[Turn] = []
@@ -359,7 +367,7 @@ def check_hybrid(
     lone: Sequence[list[int]],
     num_tokens: int,
     check: Callable[[Pair, Path], Any],
-) -> None:
+) -> list[Turn]:
     """A conversation with a pair, and prompts beside it, are those of one server.
 
     Args:
@@ -368,8 +376,11 @@ def check_hybrid(
         lone: prompts beside the conversation.
         num_tokens: of their answers.
         check: called with the pair and `folder` when all is stored, and again behind a restart.
+
+    Returns:
+        The conversation with the one server.
     """
-    parts = list(real_prompts([FIRST_TOKENS, *[TURN_TOKENS] * (NUM_TURNS - 1)], seed=3))
+    parts = list(real_prompts([FIRST_OF_HYBRIDS, *[TURN_TOKENS] * (NUM_TURNS - 1)], seed=3))
     with one_server(made, folder / "one") as server:
         turns = plain_turns(server, parts)
         answers = [ask(server, prompt, num_tokens) for prompt in lone]
@@ -380,11 +391,13 @@ def check_hybrid(
         for prompt, answer in zip(lone, answers, strict=True):
             found = pair.ask(prompt, num_tokens)[1]
             assert tokens_and_logprobs(found) == tokens_and_logprobs(answer)
+            assert guesses_of(found) == guesses_of(answer)
         check(pair, folder)
     with running_pair(folder / "pair", made.args, **how) as pair:  # after a kill -9 of both
         check_last_turn_anywhere(pair, turns[-1])
         assert not any(counted(pair.decode, "received_foreign_requests"))
         check(pair, folder)
+    return turns
 
 
 def check_last_turn_anywhere(pair: Pair, last: Turn) -> None:
@@ -393,6 +406,7 @@ def check_last_turn_anywhere(pair: Pair, last: Turn) -> None:
     # Among them the answer before, which the decode server alone wrote.
     assert sum(by_tier(prefilled).values()) == last.num_known * PAGE
     assert tokens_and_logprobs(decoded) == last.answer
+    assert guesses_of(decoded) == last.guesses
 
 
 def stored_beside_retractions(

@@ -2,7 +2,8 @@
 
 What the pair answers is what one server answers that has all on its device and codes nothing.
 
-By default K and V of every head; the long form has the other kinds, and two ranks.
+By default K and V of every head with a draft of EAGLE, whose guesses are compared, too; the long
+form has the other kinds, and two ranks.
 """
 
 from __future__ import annotations
@@ -30,17 +31,21 @@ from tests.e2e.remote.prefill_decode import (
     check_last_turn_anywhere,
     converse,
     counted,
+    guesses_of,
     one_server,
     plain_turns,
     running_pair,
 )
+from tests.e2e.remote.test_disaggregation_drafts import set_up as draft_set_up
 from tests.e2e.remote.test_disaggregation_states import set_up as state_set_up
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CODEC = ["--hier-kv-codec", "host=lossless,disk=lossless,remote=lossless"]
 STATES = ("qwen3_next", "kimi_linear")
+DRAFTS = ("eagle", "nextn")
 CASES = [("mha", 1), ("mla", 2), ("windows", 1), ("indexed", 1), ("indexed", 2)]
+CASES += [("eagle", 1), ("eagle", 2), ("nextn", 2)]
 CASES += [(name, num_ranks) for name in STATES for num_ranks in (1, 2)]
 
 
@@ -49,6 +54,9 @@ def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
     made = SetUp([], TINYLM, {})
     if kind in STATES:
         return state_set_up(folder, kind, num_ranks)
+    if kind in DRAFTS:
+        folder.mkdir()
+        return draft_set_up(kind, num_ranks, folder)
     if kind == "mla":
         made = made._replace(model=write_latent_model(folder))
     elif kind == "windows":
@@ -59,7 +67,7 @@ def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
     return made.on_ranks(num_ranks)
 
 
-@pytest.mark.sampled("mha-1")
+@pytest.mark.sampled("eagle-1")
 @pytest.mark.parametrize(("kind", "num_ranks"), CASES)
 def test_what_is_coded_without_loss_comes_back_as_it_was(
     kind: str, num_ranks: int, tmp_path: Path
@@ -79,6 +87,7 @@ def test_what_is_coded_without_loss_comes_back_as_it_was(
         if is_hybrid:
             check_last_turn_anywhere(pair, turns[-1])
         else:
-            check_last_turn(pair, turns[-1])
+            decoded = check_last_turn(pair, turns[-1])
+            assert guesses_of(decoded) == turns[-1].guesses
         assert not any(counted(pair.decode, "received_foreign_requests"))
         assert not any(counted(pair.decode, "received_inexact_requests"))

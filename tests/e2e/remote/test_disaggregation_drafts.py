@@ -9,11 +9,9 @@ what a decode server retracts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from testkit.drafts.eagle import DRAFTS, write_eagle3_config, write_eagle_draft
@@ -41,6 +39,7 @@ from tests.e2e.remote.prefill_decode import (
     one_server,
     plain_turns,
     running_pair,
+    share,
     stored_beside_retractions,
 )
 
@@ -70,12 +69,6 @@ def one_servers_turns(made: SetUp, folder: Path) -> list[Turn]:
         turns = plain_turns(server, parts)
         settled(server, PATIENCE_S)
     return turns
-
-
-def share(turns: Iterable[Turn]) -> float:
-    """The share of guesses that were right."""
-    right, proposed = np.sum([turn.guesses for turn in turns if turn.guesses], axis=0)
-    return float(right / proposed)
 
 
 @pytest.mark.sampled("eagle-1")

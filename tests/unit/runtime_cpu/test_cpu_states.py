@@ -191,7 +191,8 @@ def test_states_are_kept_where_a_mask_says_so() -> None:
 def test_a_convolution_of_guesses_leaves_the_inputs_behind_each() -> None:
     num, dim, steps = 2, 3, 4
     weight, bias = torch.randn(dim, W), torch.randn(dim)
-    x, pool = torch.randn(num, dim, steps), torch.randn(5, dim, W - 1)
+    # As SGLang has it, which takes the result to lie in memory alike.
+    x, pool = torch.randn(num, steps, dim).transpose(1, 2), torch.randn(5, dim, W - 1)
     before, slots, rows = pool.clone(), torch.tensor([3, 1]), torch.tensor([1, 0])
     # As SGLang has it: windows that overlap in memory.
     inputs = torch.zeros(3, dim, steps + W - 2)
@@ -222,6 +223,7 @@ def test_a_convolution_of_guesses_leaves_the_inputs_behind_each() -> None:
         intermediate_state_indices=rows,
     )
     assert torch.equal(again.transpose(1, 2).view(num * steps, dim).view(num, steps, dim).mT, out)
+    assert out.stride() == x.stride()
     for step in range(steps):  # as one token after another
         found = convolution.causal_conv1d_update_cpu(
             x[..., step], pool, weight, bias, "silu", conv_state_indices=slots

@@ -225,6 +225,25 @@ def test_a_request_that_goes_on_without_some_rows_is_not_stored(lacks: str) -> N
     assert servers.counted("unsaved_retracted_requests") == 2 * is_left
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(
+    ("running", "may_write"), [(None, False), ([False, False], False), ([False, True], True)]
+)
+def test_rows_of_a_request_that_ended_are_named_when_no_forward_writes_them(
+    running: list[bool] | None, may_write: bool, overlap: bool
+) -> None:
+    """With overlap scheduling the forward that runs has requests that ended meanwhile."""
+    servers, waited = Servers(), []
+    reqs = [SimpleNamespace(finished=lambda ended=ended: ended) for ended in running or []]
+    scheduler = servers.scheduler(
+        enable_overlap=overlap,
+        last_batch=None if running is None else SimpleNamespace(reqs=reqs),
+        forward_stream=SimpleNamespace(synchronize=lambda: waited.append(True)),
+    )
+    disaggregation._before_rows_are_taken(SimpleNamespace(scheduler=scheduler), request(7))
+    assert bool(waited) == (overlap and may_write)
+
+
 class Kv:
     """What SGLang has of a request's rows.
 

@@ -156,10 +156,10 @@ BY_MODE: dict[str, Row] = {
                 served=(changed({**_KV, **_GROUPS}, _OVERFLOW),),
             ),
             Phrase(
-                "speculation other than with the draft layer of latent rows",
+                "but those of EAGLE and EAGLE3",
                 tuple(
                     {"speculative_algorithm": each, "attention_backend": "triton"}
-                    for each in ("EAGLE", "EAGLE3", "STANDALONE", "NGRAM")
+                    for each in ("STANDALONE", "NGRAM")
                 ),
                 served=tuple(
                     {**each, **_GROUPS, "speculative_algorithm": "EAGLE"}
@@ -256,6 +256,9 @@ _OSS_DRAFT = _guesses("EAGLE3", _OSS)
 _STATE_DRAFTS = tuple(_guesses("EAGLE", each) for each in (_NEXT, _QWEN35, _NEMOTRON))
 _ANY = (*_DRAFTS, _NGRAM, *_LATENT_DRAFTS, _OSS_DRAFT, *_STATE_DRAFTS)
 _ANY_DRAFT = tuple(each for each in _ANY if each is not _NGRAM)
+_GROUPED_DRAFTS = tuple(
+    {**each, **_GROUPS} for each in (_DRAFTS[1], *_LATENT_DRAFTS, _OSS_DRAFT, *_STATE_DRAFTS[:2])
+)
 _TREE = {"speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
 _DRAWN = {"speculative_use_rejection_sampling": True}
 _TWO = {"tp_size": 2}
@@ -391,13 +394,13 @@ BY_DRAFT: dict[str, Row] = {
                 served=tuple(changed(each, _LOSSY) for each in _DRAFTS),
             ),
             Phrase(
-                "with data parallel attention or with `--disaggregation-mode` any codec",
+                "with data parallel attention any codec",
                 (_LOSSLESS, _ZSTD),
-                on=(
-                    *({**each, **_GROUPS} for each in _LATENT_DRAFTS),
-                    *({**each, **_PREFILL} for each in _DRAFTS[:2]),
+                on=_GROUPED_DRAFTS,
+                served=(
+                    *(changed(each, _LOSSLESS) for each in (*_DRAFTS, *_LATENT_DRAFTS)),
+                    *(changed({**each, **_PREFILL}, _LOSSLESS) for each in _DRAFTS[:2]),
                 ),
-                served=tuple(changed(each, _LOSSLESS) for each in (*_DRAFTS, *_LATENT_DRAFTS)),
             ),
             Phrase(
                 "one with K and V of every head for DeepSeek V3", ({"rows": (_ROWS, _K_AND_V)},)
@@ -494,7 +497,36 @@ BY_DRAFT: dict[str, Row] = {
                     },
                 ),
             ),
-            Phrase("prefill and decode servers", (_PREFILL, _DECODE)),
+        ),
+    ),
+    "a draft model, with data parallel attention": Row(
+        _GROUPED_DRAFTS,
+        (
+            Phrase("a codec", (_LOSSLESS, _ZSTD)),
+            Phrase(
+                "NGRAM and STANDALONE",
+                ({"speculative_algorithm": "NGRAM"}, {"speculative_algorithm": "STANDALONE"}),
+            ),
+            Phrase(
+                "with K and V of every head all but EAGLE3",
+                ({"speculative_algorithm": "EAGLE"},),
+                on=({**_DRAFTS[1], **_GROUPS},),
+            ),
+            Phrase("Nemotron-H", (_GROUPS,), on=_STATE_DRAFTS[2:]),
+            Phrase(
+                "`SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION`",
+                ({"variables": {"SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION": "1"}},),
+            ),
+            Phrase(
+                "but for latent rows trees, `--hier-kv-truncation` and SGLang 0.5.22",
+                (_TREE, _OVERFLOW, {"release": "0.5.22"}),
+                on=({**_DRAFTS[1], **_GROUPS},),
+                served=tuple(
+                    changed({**each, **_GROUPS}, more)
+                    for each in _LATENT_DRAFTS[:1]
+                    for more in (_OVERFLOW, {"release": "0.5.22"})
+                ),
+            ),
         ),
     ),
 }  # fmt: skip

@@ -13,6 +13,7 @@ from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.disaggregation import check_handed_windows
 from sglang_ext.settings.model_kinds import STATE_KINDS
 from sglang_ext.settings.refusals import Resolved, check_arguments, check_resolved
+from sglang_ext.settings.speculation import DRAFTED_HYBRIDS
 
 SERVED: dict[str, Any] = {
     "disaggregation_transfer_backend": "mooncake",
@@ -26,9 +27,18 @@ SERVED: dict[str, Any] = {
 MODES = ["prefill", "decode"]
 
 
-def check(mode: str, kind: str = "mha", config: dict[str, Any] | None = None, **more: Any) -> None:
+def check(
+    mode: str,
+    kind: str = "mha",
+    config: dict[str, Any] | None = None,
+    *,
+    architecture: str = "",
+    draft: str = "",
+    **more: Any,
+) -> None:
     values = {"disaggregation_mode": mode, **SERVED, **more}
-    check_resolved(Resolved(values, values, {}, kind), replace(HierKVConfig(), **(config or {})))
+    resolved = Resolved(values, values, {}, kind, architecture=architecture, draft=draft)
+    check_resolved(resolved, replace(HierKVConfig(), **(config or {})))
 
 
 @pytest.mark.parametrize("mode", [*MODES, "null"])
@@ -55,10 +65,14 @@ def test_drafts_are_served_where_a_server_of_its_own_would_be(
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_drafts_beside_window_layers_are_refused(mode: str) -> None:
-    expected = f"no --speculative-algorithm with window layers with --disaggregation-mode {mode}"
-    with pytest.raises(HierKVConfigError, match=f"{expected}, got EAGLE3;"):
-        check(mode, "swa", speculative_algorithm="EAGLE3", **DRAFTS)
+def test_a_draft_beside_window_layers_is_served_where_a_server_of_its_own_would_be(
+    mode: str,
+) -> None:
+    model: dict[str, Any] = {"kind": "swa", "speculative_algorithm": "EAGLE3", **DRAFTS}
+    check(mode, architecture="GptOssForCausalLM", tp_size=2, **model)
+    with pytest.raises(HierKVConfigError, match=r"GptOssForCausalLM.*EAGLE3, got Mellum"):
+        check(mode, architecture="MellumForCausalLM", **model)
+    check(mode, architecture="GptOssForCausalLM", config={"codec": "lossless"}, **model)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -69,13 +83,18 @@ def test_codecs_that_lose_nothing_are_served(mode: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_codecs_with_drafts_are_refused(mode: str) -> None:
-    with pytest.raises(HierKVConfigError) as error:
-        check(mode, "mha", {"codec": "zstd"}, speculative_algorithm="EAGLE", **DRAFTS)
-    assert "--hier-kv-codec none with --speculative-algorithm EAGLE with --disaggregation-mode" in (
-        str(error.value)
-    )
-    assert "got zstd" in str(error.value)
+@pytest.mark.parametrize(
+    ("algorithm", "kind"),
+    [("EAGLE", "mha"), ("EAGLE3", "mha"), ("EAGLE", "mla"), ("EAGLE", "indexed")],
+)
+def test_codecs_that_lose_nothing_are_served_with_drafts(
+    mode: str, algorithm: str, kind: str
+) -> None:
+    drafts: dict[str, Any] = {"speculative_algorithm": algorithm, **DRAFTS}
+    for codec in ("zstd", "host=lossless,disk=lossless,remote=lossless"):
+        check(mode, kind, {"codec": codec, "remote_url": "file:///mnt/kv"}, **drafts)
+    with pytest.raises(HierKVConfigError, match=r"loses nothing with --.*, got hier;"):
+        check(mode, kind, {"codec": "hier"}, **drafts)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -158,22 +177,24 @@ def test_these_kinds_of_models_are_served_by_several_ranks(
     check(mode, kind, tp_size=num_ranks)
 
 
-_WITHOUT_DRAFTS = dict(
-    zip(STATE_KINDS, ("no --disaggregation-mode with --spec", "or latent rows in"), strict=True)
-)
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("kind", STATE_KINDS)
-def test_models_with_states_are_served_without_drafts(mode: str, kind: str) -> None:
+def test_models_with_states_are_served(mode: str, kind: str) -> None:
     kept: dict[str, Any] = {"mamba_radix_cache_strategy": "extra_buffer"}
     check(mode, kind, {"remote_url": "file:///mnt/kv"}, tp_size=2, **kept)
     coded = {"codec": "host=lossless,disk=lossless,remote=lossless", "disk_dir": "/d"}
     check(mode, kind, {"remote_url": "file:///mnt/kv", **coded}, **kept)
     with pytest.raises(HierKVConfigError, match="loses nothing"):
         check(mode, kind, {"codec": "hier", "disk_dir": "/d"}, **kept)
-    with pytest.raises(HierKVConfigError, match=_WITHOUT_DRAFTS[kind]):
-        check(mode, kind, speculative_algorithm="EAGLE", **kept, **DRAFTS)
+    drafted: dict[str, Any] = {**kept, "speculative_algorithm": "EAGLE", **DRAFTS}
+    if kind == "state":
+        for architecture, draft in DRAFTED_HYBRIDS.items():
+            check(mode, kind, architecture=architecture, draft=draft, tp_size=2, **drafted)
+        with pytest.raises(HierKVConfigError, match="its own draft layer"):
+            check(mode, kind, architecture="Qwen3NextForCausalLM", draft="Other", **drafted)
+    else:
+        with pytest.raises(HierKVConfigError, match="or latent rows in every layer"):
+            check(mode, kind, **drafted)
 
 
 @pytest.mark.parametrize("mode", MODES)
