@@ -40,6 +40,7 @@ class DevicePool:
             of whole pages mean anything: a row here is as much of a page as a token takes.
         latent_dim: columns of an MLA row that carry no rotary part; 0 for MHA.
         num_slots: S, token slots including the padding page.
+        values: of an fp8 pool which fp8 the bytes are; None where `dtype` says what they are.
     """
 
     kind: str
@@ -48,6 +49,12 @@ class DevicePool:
     v: tuple[torch.Tensor, ...]
     latent_dim: int
     num_slots: int
+    values: torch.dtype | None = None
+
+    @property
+    def format(self) -> str:
+        """What the bits of a value mean: pools of bytes may be of several kinds of fp8."""
+        return str(self.values or self.dtype)
 
     @property
     def num_layers(self) -> int:
@@ -127,6 +134,7 @@ def describe_pool(kv_pool: Any) -> DevicePool:
         v=tuple(map(_three_axes, v)),
         latent_dim=latent_dim,
         num_slots=int(k[0].shape[0]),
+        values=None if kv_pool.dtype == dtype else kv_pool.dtype,
     )
 
 
@@ -216,11 +224,11 @@ def describe_pools(
         full = _with_drafts(own, drafts)
         return HybridPools(full, num_draft_layers=full.num_layers - own.num_layers)
     full, window = describe_pool(kv_pool.full_kv_pool), describe_pool(kv_pool.swa_kv_pool)
-    if (full.kind, window.kind, window.dtype) != ("mha", "mha", full.dtype):
+    if (full.kind, window.kind, window.format) != ("mha", "mha", full.format):
         raise HierKVConfigError(
             "--enable-hier-kv needs window layers with K and V of every head in the dtype that "
-            f"full layers have, got pools of {full.kind} in {full.dtype} and {window.kind} in "
-            f"{window.dtype}; leave the flag out for this model."
+            f"full layers have, got pools of {full.kind} in {full.format} and {window.kind} in "
+            f"{window.format}; leave the flag out for this model."
         )
     layers: dict[bool, dict[int, int]] = {False: {}, True: {}}
     for layer, (index, is_window) in kv_pool.layers_mapping.items():
@@ -301,13 +309,14 @@ def with_layers_of(pool: DevicePool, other: DevicePool) -> DevicePool:
     """
     for expected, found in (
         (pool.kind, other.kind),
-        (str(pool.dtype), str(other.dtype)),
+        (pool.format, other.format),
         (f"{pool.num_slots} rows", f"{other.num_slots} rows"),
         (str(pool.device), str(other.device)),
     ):
         if expected != found:
             advice = "leave --speculative-algorithm out or choose another draft model"
-            if str(_BYTES) in (expected, found):  # by what a checkpoint says of its KV cache
+            is_narrow = _BYTES in (pool.dtype, other.dtype)
+            if is_narrow and expected == pool.format:  # by what a checkpoint says of its KV cache
                 advice = f"give --kv-cache-dtype, which both models then have, or {advice}"
             raise HierKVConfigError(
                 "--enable-hier-kv needs a draft model with a KV pool as the target model's "

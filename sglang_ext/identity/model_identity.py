@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from sglang_ext.errors import HierKVConfigError
@@ -25,6 +25,7 @@ from sglang_ext.identity.namespace import (
     digest_lora_adapter,
     digest_model,
     digest_scales,
+    has_scales,
     namespace_digest,
 )
 from sglang_ext.ranks.rank import Exchange
@@ -60,6 +61,8 @@ class ModelIdentity:
             namespaces have to be one.
         is_final: whether the namespace can be opened once only, as the server starts. Pipeline
             stages are in different steps later, where none may wait for the digests of the others.
+        scaled_by: attention backends that may not use the scales of a layer's K and V as others
+            do. They are named where the live weights have any.
         clock: seconds, monotonic.
     """
 
@@ -75,6 +78,7 @@ class ModelIdentity:
         ranks_share: bool = False,
         needs_one_name: bool = False,
         is_final: bool = False,
+        scaled_by: Sequence[str] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -87,6 +91,7 @@ class ModelIdentity:
         self._ranks_share = ranks_share
         self._needs_one_name = needs_one_name
         self._is_final = is_final
+        self._scaled_by = list(scaled_by)
         # The adapter that each digest was taken of, and the digest; empty: could not be taken.
         self._lora_digests: dict[str, tuple[Any, bytes]] = {}
         self._lora_lacking: set[str] = set()  # adapters that some rank has and another one has not
@@ -219,10 +224,11 @@ class ModelIdentity:
         """
         if self._digest is not None:
             return self._digest
-        scales = b""
+        scales, is_scaled = b"", False
 
         def look() -> bytes:
-            nonlocal scales
+            nonlocal scales, is_scaled
+            is_scaled = bool(self._scaled_by) and has_scales(self._model)
             if self._ranks_share:
                 scales = digest_scales(self._model)
             return digest_model(self._model)
@@ -233,6 +239,8 @@ class ModelIdentity:
         if self._ranks_share:
             # KV cache scales may be given rank by rank; bytes mean nothing under another one.
             parts["scales"] = scales
+        if is_scaled:
+            parts["scaled_by"] = self._scaled_by
         digest = namespace_digest(parts)
         label = {**self._label, "weights": weights_of_all.hex()[:16]}
         found = 0

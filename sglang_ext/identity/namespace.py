@@ -108,6 +108,11 @@ def digest_scales(model: torch.nn.Module) -> bytes:
     return digest_tensors(_attributes(model, _SCALES))
 
 
+def has_scales(model: torch.nn.Module) -> bool:
+    """Whether anything scales stored K and V on this rank, and is not 1."""
+    return any(bool((value != 1).any()) for _, value in _attributes(model, _SCALES))
+
+
 def _attributes(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
     """Tensors and numbers that modules keep beside their parameters."""
     for name, module in model.named_modules():

@@ -34,6 +34,21 @@ def page_tokens(server_args: Any) -> int:
     return int(resolution_result(server_args, "page_size"))
 
 
+def attention_backends(server_args: Any) -> set[str]:
+    """Which attention backends write KV, a draft model's included, as far as they are named.
+
+    Args:
+        server_args: SGLang's, resolved.
+    """
+    from sglang.srt.arg_groups.overrides import resolution_result
+
+    common = resolution_result(server_args, "attention_backend")
+    phases = ("prefill_attention_backend", "decode_attention_backend")
+    own = {resolution_result(server_args, phase) or common for phase in phases}
+    drafting = resolution_result(server_args, "speculative_draft_attention_backend")
+    return {str(backend) for backend in (*own, drafting) if backend}
+
+
 def pool_dtype(server_args: Any, model_config: Any) -> torch.dtype | None:
     """Of the pool's values; None where only the weights' configuration says it.
 

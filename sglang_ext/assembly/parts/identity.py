@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from functools import partial
 from typing import Any
 
@@ -10,16 +11,20 @@ from sglang_ext.assembly.index_setup import index_facts
 from sglang_ext.assembly.parts.rank_copies import RankCopies
 from sglang_ext.assembly.parts.served_kv import ServedKV
 from sglang_ext.device.layout import LAYOUT_VERSION
-from sglang_ext.device.pools import HybridPools
+from sglang_ext.device.pools import DevicePool, HybridPools
 from sglang_ext.device.rope_discovery import tables_digest
 from sglang_ext.device.states.snapshots import Snapshots
 from sglang_ext.device.windows.block_groups import BlockGroups
 from sglang_ext.identity.model_identity import ModelIdentity
 from sglang_ext.ranks.lockstep import exchange
 from sglang_ext.ranks.rank import RankPlace
+from sglang_ext.seam.expected_pages import attention_backends
 from sglang_ext.seam.hooks.loaded_models import algorithm_of, draft_runners
 from sglang_ext.settings.arguments import number_formats
 from sglang_ext.settings.config import HierKVConfig
+
+# Attention that divides K and V of every head by a layer's scales as it writes them in fp8.
+_DIVIDING = ("triton", "flashinfer", "fa3", "fa4", "trtllm_mha")
 
 
 def build_identity(
@@ -64,7 +69,24 @@ def build_identity(
         ranks_share=alike,
         needs_one_name=copies.is_one,
         is_final=place.pp_size > 1,
+        scaled_by=scaled_by(attention_backends(ctx.server_args), kv.pools.full),
     )
+
+
+def scaled_by(backends: Collection[str], pool: DevicePool) -> list[str]:
+    """Attention backends that may not keep K and V as others do, where a layer has scales of them.
+
+    Some divide by these what they write into an fp8 pool, some do not; a reader is told by none of
+    its bytes which one wrote it.
+
+    Args:
+        backends: of the server, by name.
+        pool: what they write into.
+    """
+    if pool.values is None:
+        return []
+    dividing = _DIVIDING if pool.kind == "mha" else ()
+    return sorted(set(backends) - set(dividing))
 
 
 def model_facts(ctx: Any) -> dict[str, Any]:
@@ -100,6 +122,9 @@ def fixed_facts(
         # round otherwise.
         "tp": ["all" if alike else place.tp_rank, place.tp_size],
     }
+    if pool.values is not None:
+        # By one argument GPUs of two makers keep kinds of fp8, in which the same bits differ by 2.
+        fixed["values"] = pool.format
     formats = number_formats(lambda name: getattr(ctx.server_args, name, None))
     if formats:
         fixed["number_formats"] = formats

@@ -104,6 +104,26 @@ class SWAKVPool(SimpleNamespace):
     """By its name one of SGLang's."""
 
 
+def of_fp8(layers: int, values: torch.dtype) -> Any:
+    """A pool of bytes, as SGLang has all of fp8."""
+    made = pool(layers, dtype=torch.uint8)
+    made.dtype = values
+    return made
+
+
+def test_bytes_of_one_fp8_are_no_values_of_another() -> None:
+    one, other = torch.float8_e4m3fn, torch.float8_e5m2
+    both = describe_pools(of_fp8(3, one), drafts=[of_fp8(1, one)]).full
+    assert (both.dtype, both.format, both.num_layers) == (torch.uint8, str(one), 4)
+    with pytest.raises(HierKVConfigError, match=rf"\({one}\), got {other}; give --kv-cache-dtype"):
+        describe_pools(of_fp8(3, one), drafts=[of_fp8(1, other)])
+    layers = {layer: (layer // 2, bool(layer % 2)) for layer in range(6)}
+    full, window = of_fp8(3, one), of_fp8(3, other)
+    mixed = SWAKVPool(full_kv_pool=full, swa_kv_pool=window, layers_mapping=layers, page_size=8)
+    with pytest.raises(HierKVConfigError, match=f"mha in {one} and mha in {other}"):
+        describe_pools(mixed)
+
+
 def window_pools(num_draft_heads: int, dtype: Any) -> HybridPools:
     """Three full and three window layers of one shape, and a draft's layer behind the full ones."""
     layers = {layer: (layer // 2, bool(layer % 2)) for layer in range(6)}

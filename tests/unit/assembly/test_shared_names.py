@@ -20,11 +20,12 @@ inprocess.prepare()
 
 from sglang.srt.server_args import ServerArgs  # noqa: E402
 
-from sglang_ext.assembly.parts.identity import fixed_facts  # noqa: E402
+from sglang_ext.assembly.parts.identity import fixed_facts, scaled_by  # noqa: E402
 from sglang_ext.device.pools import DevicePool, HybridPools  # noqa: E402
 from sglang_ext.device.states.snapshots import Snapshots, StatePool  # noqa: E402
 from sglang_ext.identity.namespace import namespace_digest  # noqa: E402
 from sglang_ext.ranks.rank import RankPlace  # noqa: E402
+from sglang_ext.seam.expected_pages import attention_backends  # noqa: E402
 from sglang_ext.settings.arguments import FREE, NUMBER_FORMATS  # noqa: E402
 
 LAYERS, DIM = 2, 32
@@ -37,6 +38,7 @@ class Server:
 
     page_size: int = 64
     dtype: torch.dtype = torch.bfloat16
+    values: torch.dtype | None = None
     conv: torch.dtype = torch.bfloat16
     recurrence: torch.dtype = torch.float32
     num_heads: int = 4
@@ -60,7 +62,7 @@ class Model(torch.nn.Module):
 def name_of(server: Server, place: RankPlace = ALONE, **arguments: Any) -> bytes:
     """The namespace of a rank, but for its weights; with arguments of SGLang's."""
     own = tuple(torch.zeros(server.page_size, 1, DIM, dtype=server.dtype) for _ in range(LAYERS))
-    pool = DevicePool("mha", server.dtype, own, own, 0, server.page_size)
+    pool = DevicePool("mha", server.dtype, own, own, 0, server.page_size, server.values)
     pools = HybridPools(pool)
     states = StatePool(
         (
@@ -125,6 +127,43 @@ def test_groups_share_rank_for_rank_and_servers_of_other_sizes_share_nothing() -
 def test_what_a_state_is_made_of_is_in_its_name(change: Callable[[Server], Server]) -> None:
     server = Server()
     assert name_of(server) == name_of(Server()) != name_of(change(server))
+
+
+def test_the_same_bytes_of_another_fp8_are_another_servers() -> None:
+    """One argument and one checkpoint give either, by the maker of the GPU."""
+    kinds = (torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+    names = {name_of(Server(dtype=torch.uint8, values=values)) for values in kinds}
+    assert len(names) == len(kinds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ({"attention_backend": "triton"}, []),
+        ({"attention_backend": "torch_native"}, ["torch_native"]),
+        ({"attention_backend": "fa3", "decode_attention_backend": "flashinfer"}, []),
+        (
+            {"attention_backend": "fa3", "prefill_attention_backend": "flex_attention"},
+            ["flex_attention"],
+        ),
+        (
+            {
+                "attention_backend": "triton",
+                "speculative_draft_attention_backend": "torch_native",
+            },
+            ["torch_native"],
+        ),
+    ],
+)
+def test_attention_that_may_not_divide_what_it_writes_in_fp8_is_known(
+    arguments: dict[str, Any], named: list[str]
+) -> None:
+    backends = attention_backends(ServerArgs(model_path="none", **arguments))
+    rows = (torch.zeros(64, 1, DIM, dtype=torch.uint8),)
+    pool = DevicePool("mha", torch.uint8, rows, rows, 0, 64, torch.float8_e4m3fn)
+    assert scaled_by(backends, pool) == named
+    assert scaled_by(backends, replace(pool, dtype=torch.bfloat16, values=None)) == []
+    assert scaled_by(backends, replace(pool, kind="mla")) == sorted(backends)
 
 
 def test_a_rotary_table_that_has_grown_changes_no_name() -> None:

@@ -625,3 +625,24 @@ def test_scales_that_cannot_be_read_fail_on_all_ranks(monkeypatch: pytest.Monkey
     with pytest.raises(MemoryError):
         identity.open(PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig()))
     assert sent == [b""]
+
+
+def test_who_scales_kv_is_named_where_it_is_scaled() -> None:
+    """The same scales are on both, and one of them writes K and V as they are."""
+    model: Any = torch.nn.Linear(3, 3)
+    store = PageStore(HostArena(2, 4096), PageIndex(16), None, PageStoreConfig())
+
+    def names() -> list[bytes]:
+        """Of a server whose attention is known to use them, and of one whose is not."""
+        known, other = (
+            ModelIdentity(model, {}, {}, dict, scaled_by=backends)
+            for backends in ((), ("torch_native",))
+        )
+        return [known.open(store), other.open(store)]
+
+    assert len(set(names())) == 1
+    model.k_scale = torch.nn.Parameter(torch.tensor(1.0), requires_grad=False)
+    assert len(set(names())) == 1
+    with torch.no_grad():
+        model.k_scale.fill_(0.5)
+    assert len(set(names())) == 2
