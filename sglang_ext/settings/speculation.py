@@ -61,6 +61,12 @@ OTHER_DRAFT = (
 _UNWRITTEN = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 # With it a verification is prepared on a stream of its own, which was not looked at with trees.
 _OTHER_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
+# Each of several layers sees a token further ahead than the one before, which guessed it. SGLang
+# keeps the rows of wrong guesses at the end of each verification (docs/decisions).
+_ONE_LAYER = (
+    "no --enable-multi-layer-eagle (SGLang turns it on for MiMo V2 and Step 3.5; KV of their draft "
+    "layers is of guesses, the wrong ones, too)"
+)
 _NO_BACKEND = "none"
 _IN = " in "  # in front of a dtype
 WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
@@ -92,7 +98,7 @@ def outside_speculation(
         _of_truncation(algorithm, config, kind),
         ("--hier-kv-tree-core python", config.tree_core),
         *_outside_trees(read, kind, release),
-        ("no --speculative-adaptive", on(read("speculative_adaptive"))),
+        *_outside_adaptive(read, kind),
         (f"no {_SIMULATED}", _simulated()),
     ]
     if kind not in LATENT_KINDS or algorithm != EAGLE:
@@ -101,10 +107,10 @@ def outside_speculation(
         found += _outside_states(read, architecture, draft)
     if algorithm != NGRAM:
         found += [
+            (_ONE_LAYER, on(read("enable_multi_layer_eagle"))),
             *_outside_kinds(algorithm, kind, architecture),
             *_outside_windows(read, kind),
             _of_drawn_guesses(read, kind),
-            ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
             # SGLang may leave the draft's rows of what it decodes out then.
@@ -120,6 +126,20 @@ def outside_speculation(
             found.append(("full attention in every layer", "a model with other layers"))
         found += [*_outside_masks(read, kind), _of_overlap(read, release)]
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
+
+
+def _outside_adaptive(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
+    """What was not tried of a number of guesses that changes while a server runs."""
+    if not read("speculative_adaptive"):
+        return
+    switch = "no --speculative-adaptive"
+    algorithm = read("speculative_algorithm")
+    # SGLang turns it off with others.
+    others = f"{switch} ({' and '.join(KEYED_BY_PAIRS)} have it)"
+    yield others, on(algorithm not in KEYED_BY_PAIRS)
+    yield f"{switch} (with window layers or states)", on(kind not in WHOLE_KINDS)
+    is_split = read("disaggregation_mode") not in (None, "null")
+    yield f"{switch} (with --disaggregation-mode)", on(is_split)
 
 
 def _simulated() -> str:
