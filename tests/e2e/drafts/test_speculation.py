@@ -253,8 +253,8 @@ def test_guesses_that_branch_are_those_of_sglang_alone(
     assert [guesses(answer) for answer in found] == [guesses(answer) for answer in wanted]
 
 
-@pytest.mark.sampled("eagle-in-steps")
-@pytest.mark.parametrize("algorithm", ["eagle", "eagle-in-steps", "ngram", trees("eagle")])
+@pytest.mark.sampled("weak-in-steps")
+@pytest.mark.parametrize("algorithm", ["eagle", "weak-in-steps", "ngram", trees("eagle")])
 def test_ranks_that_guess_agree_on_what_is_restored(
     algorithm: str, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -267,7 +267,7 @@ def test_ranks_that_guess_agree_on_what_is_restored(
     args += [*CODED, "--hier-kv-remote-url", f"file://{tmp_path}/store?size=1GB"]
     if algorithm == "ngram":
         args, off = [*args, "--dtype", "float32"], OFF
-    elif algorithm == "eagle-in-steps":
+    elif algorithm == "weak-in-steps":
         off = OFF
     env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
     with server_of(tmp_path, args, env=env) as server:
@@ -292,15 +292,16 @@ def test_ranks_that_guess_agree_on_what_is_restored(
         assert [by_tier(answer)[tier] for answer in found][::2] == reused[::2]
         assert_same(found, hits, off)
     assert all(rank["host"]["remote_coded_pages"] > 0 for rank in sent["tp_ranks"])
-    if algorithm == "eagle-in-steps":
-        check_switched(log)
     if algorithm != "ngram":
         # The prompt whose pairs are whole pages has its last one computed, and then replaced.
         counts = [rank["host"].get("restored_pages", 0) for rank in stored["tp_ranks"]]
         assert counts[0] == counts[1] > 0
         for found in (restored, decoded):
             assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
-        assert share(hits) > 0.5
+        if algorithm == "weak-in-steps":
+            check_switched(log)
+        else:
+            assert share(hits) > 0.5
 
 
 def of_chats(answers: Sequence[dict[str, Any]], chats: set[int]) -> list[dict[str, Any]]:
