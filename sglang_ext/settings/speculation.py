@@ -134,9 +134,12 @@ def _outside_adaptive(read: Callable[[str], Any], kind: str) -> Iterator[tuple[s
         return
     switch = "no --speculative-adaptive"
     algorithm = read("speculative_algorithm")
-    # SGLang turns it off with others.
+    # SGLang turns it off with others, with several branches (whose rows a chain's length does not
+    # reckon), and with groups of ranks, each of which would choose for itself.
     others = f"{switch} ({' and '.join(KEYED_BY_PAIRS)} have it)"
     yield others, on(algorithm not in KEYED_BY_PAIRS)
+    yield f"{switch} (where guesses branch)", on((read("speculative_eagle_topk") or 1) > 1)
+    yield f"{switch} (with data parallel attention)", on(has_attention_dp(read))
     yield f"{switch} (with window layers or states)", on(kind not in WHOLE_KINDS)
     is_split = read("disaggregation_mode") not in (None, "null")
     yield f"{switch} (with --disaggregation-mode)", on(is_split)

@@ -171,6 +171,13 @@ REFUSED = [
     ),
     ("STANDALONE", ADAPTIVE, "no --speculative-adaptive (EAGLE and EAGLE3 have it) with", "it"),
     ("NGRAM", ADAPTIVE, "no --speculative-adaptive (EAGLE and EAGLE3 have it) with", "it"),
+    ("EAGLE", {**TREES, **ADAPTIVE}, "no --speculative-adaptive (where guesses branch) with", "it"),
+    (
+        "EAGLE",
+        {**ADAPTIVE, "kind": "mla", "tp_size": 2, "attn_dp_size": 2},
+        "no --speculative-adaptive (with data parallel attention) with",
+        "it",
+    ),
     ("EAGLE", {**STATES, **ADAPTIVE}, "no --speculative-adaptive (with window layers or", "it"),
     ("EAGLE3", {**OSS, **ADAPTIVE}, "no --speculative-adaptive (with window layers or", "it"),
     (
