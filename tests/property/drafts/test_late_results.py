@@ -10,6 +10,7 @@ where it was verified, and the draft's rows left as it guessed them.
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,18 @@ import torch
 
 from tests.long_form import count
 from tests.property.drafts.branching_world import BranchingWorld
-from tests.property.drafts.late_world import LateRequest, LateWorld, Step
+from tests.property.drafts.late_world import (
+    MOST_GUESSES,
+    RESERVED,
+    LateRequest,
+    LateWorld,
+    Step,
+)
 from tests.property.worlds.coverage import missing, run_until_all_seen, run_until_counted
 from tests.property.worlds.taint_world import PAGE, Request, Wrong
 
+from sglang.srt import runtime_context  # isort: skip
+from sglang.srt.mem_cache import allocation_sizing  # isort: skip
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # isort: skip
 
 from sglang_ext.device.transfers import Place, hashes_from_hex
@@ -141,6 +150,26 @@ CASES = [
     if (mistake, keys) != (NOT_WITH_PAIRS, "pairs")
 ]
 CASES += [(mistake, "pairs") for mistake in (*MISTAKES_IN_STEPS, *MISTAKES_IN_TREES)]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, MOST_GUESSES])
+def test_rows_are_reserved_for_the_longest_chain_whatever_the_next_one_is(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `LateWorld` reserves is what SGLang does, which adapts the length behind that."""
+    spec = SimpleNamespace(
+        speculative_algorithm="EAGLE",
+        speculative_num_steps=num_steps,
+        speculative_num_draft_tokens=num_steps + 1,
+        max_speculative_num_draft_tokens=MOST_GUESSES + 1,
+        speculative_eagle_topk=1,
+    )
+    schedule = SimpleNamespace(page_size=PAGE)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+    monkeypatch.setattr(allocation_sizing, "get_spec", lambda: spec)
+    monkeypatch.setattr(allocation_sizing, "get_schedule", lambda: schedule)
+    monkeypatch.setattr(allocation_sizing, "get_parallel", lambda: SimpleNamespace(attn_dcp_size=1))
+    assert allocation_sizing.get_alloc_reserve_per_decode() == RESERVED
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
