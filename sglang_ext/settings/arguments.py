@@ -8,9 +8,11 @@ SGLang; docs/compatibility.md is generated from here.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 REMOVE = "leave it out"
@@ -387,10 +389,12 @@ _ALIKE = """
     speculative_ngram_min_bfs_breadth speculative_ngram_max_bfs_breadth
     speculative_ngram_match_type speculative_ngram_max_trie_depth speculative_ngram_capacity
     speculative_use_rejection_sampling speculative_use_block_verification speculative_token_map
-    speculative_draft_window_size
+    speculative_draft_window_size speculative_adaptive speculative_adaptive_config
     sampling_backend grammar_backend enable_deterministic_inference
     enable_custom_logit_processor
     attn_dp_size moe_dp_size ep_size moe_dense_tp_size enable_dp_lm_head"""
+# A node may have this file elsewhere; what it says has to be the same.
+_CHAINS = "speculative_adaptive_config"
 _SAID = ("_radix_eviction_policy_explicitly_set", "_swa_full_tokens_ratio_explicitly_set")
 ON_ALL_NODES = frozenset(LIMITED).union(
     *(FREE[about] for about in (_SCHEDULING, _HYBRIDS, NUMBER_FORMATS)), _ALIKE.split()
@@ -404,11 +408,24 @@ def on_all_nodes(read: Callable[[str], Any]) -> dict[str, Any]:
         read: an argument's value by its name; None where this release has none of that name.
     """
     values = {f"--{flag(name)}": read(name) for name in ON_ALL_NODES}
+    values[f"--{flag(_CHAINS)}"] = _lengths_of_chains(read)
     values |= dict.fromkeys(_FORMAT_VARIABLES) | _formats_of_environment()
     return {
         name: value if value is None or isinstance(value, str | int | float) else repr(value)
         for name, value in values.items()
     }
+
+
+def _lengths_of_chains(read: Callable[[str], Any]) -> str | None:
+    """What the file of `--speculative-adaptive` says, wherever it lies; None where none is read."""
+    path = read(_CHAINS)
+    if path is None or not read("speculative_adaptive"):
+        return None
+    try:
+        content: object = json.loads(Path(path).read_text())
+    except (OSError, ValueError):  # SGLang has read it, and it is gone since
+        return str(path)
+    return json.dumps(content, sort_keys=True)
 
 
 def number_formats(read: Callable[[str], Any]) -> dict[str, Any]:

@@ -302,7 +302,8 @@ SERVED_MODES = (
         "a draft model with KV of its own (EAGLE, NEXTN, EAGLE3, STANDALONE)",
         "exact, at the saved position, the draft's KV with the target's; chains, and for models "
         "with K and V of every head and no window trees (`--speculative-eagle-topk` over 1), run "
-        "by one rank and by two; coded without loss, by "
+        "by one rank and by two; chains whose length SGLang adapts (`--speculative-adaptive`), not "
+        "of hybrids, run with EAGLE by one rank and by two; coded without loss, by "
         "one scheduler or several tensor parallel ranks, but not with data parallel attention; "
         "coded with `hier`, of models with K and V of every head, the draft's KV without loss "
         "(docs/codec.md), run with EAGLE by one rank; by one rank or several "

@@ -70,6 +70,12 @@ _SPREAD_HEADS = (
     "with K and V of every head EAGLE3 has it: of Llama's drafts of EAGLE SGLang spreads the heads "
     "over all groups, and others were never tried"
 )
+# Each of several layers sees a token further ahead than the one before, which guessed it. SGLang
+# keeps the rows of wrong guesses at the end of each verification (docs/decisions).
+_ONE_LAYER = (
+    "no --enable-multi-layer-eagle (SGLang turns it on for MiMo V2 and Step 3.5; KV of their draft "
+    "layers is of guesses, the wrong ones, too)"
+)
 _NO_BACKEND = "none"
 _IN = " in "  # in front of a dtype
 WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
@@ -101,7 +107,7 @@ def outside_speculation(
         _of_truncation(algorithm, config, kind),
         ("--hier-kv-tree-core python", config.tree_core),
         *_outside_trees(read, kind, release),
-        ("no --speculative-adaptive", on(read("speculative_adaptive"))),
+        *_outside_adaptive(read, kind),
         (f"no {_SIMULATED}", _simulated()),
         *_outside_attention_dp(read, config, kind, release),
     ]
@@ -109,9 +115,9 @@ def outside_speculation(
         found += _outside_states(read, architecture, draft)
     if algorithm != NGRAM:
         found += [
+            (_ONE_LAYER, on(read("enable_multi_layer_eagle"))),
             *_outside_kinds(algorithm, kind, architecture),
             _of_drawn_guesses(read, kind),
-            ("no --enable-multi-layer-eagle", on(read("enable_multi_layer_eagle"))),
             ("no --speculative-draft-kv-cache-dtype", read("speculative_draft_kv_cache_dtype")),
             ("no --speculative-draft-window-size", read("speculative_draft_window_size")),
             # SGLang may leave the draft's rows of what it decodes out then.
@@ -156,6 +162,23 @@ def _outside_attention_dp(
     )
     truncation = "" if config.truncation == "off" else config.truncation
     yield "--hier-kv-truncation off (with data parallel attention)", truncation
+
+
+def _outside_adaptive(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
+    """What was not tried of a number of guesses that changes while a server runs."""
+    if not read("speculative_adaptive"):
+        return
+    switch = "no --speculative-adaptive"
+    algorithm = read("speculative_algorithm")
+    # SGLang turns it off with others, with several branches (whose rows a chain's length does not
+    # reckon), and with groups of ranks, each of which would choose for itself.
+    others = f"{switch} ({' and '.join(KEYED_BY_PAIRS)} have it)"
+    yield others, on(algorithm not in KEYED_BY_PAIRS)
+    yield f"{switch} (where guesses branch)", on((read("speculative_eagle_topk") or 1) > 1)
+    yield f"{switch} (with data parallel attention)", on(has_attention_dp(read))
+    yield f"{switch} (with window layers or states)", on(kind not in WHOLE_KINDS)
+    is_split = read("disaggregation_mode") not in (None, "null")
+    yield f"{switch} (with --disaggregation-mode)", on(is_split)
 
 
 def _simulated() -> str:

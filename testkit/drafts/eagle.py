@@ -25,6 +25,32 @@ TREES = (
     *("--speculative-num-steps", "3", "--speculative-eagle-topk", "4"),
     *("--speculative-num-draft-tokens", "12"),
 )
+# How many guesses a chain has follows from the last verification alone: none of its guesses right,
+# and the next ones are none; then one; that one right, and then three.
+_STEPS = {
+    "ema_alpha": 1.0,
+    "warmup_batches": 0,
+    "update_interval": 1,
+    "down_hysteresis": 0.0,
+    "1": {"candidate_steps": [0, 1, 3]},
+}
+
+
+def adaptive(path: Path) -> list[str]:
+    """Chains of none, one or three guesses, as SGLang chooses anew behind each verification.
+
+    Args:
+        path: where their configuration is written.
+
+    Returns:
+        Arguments, likewise; a server begins with chains of one.
+    """
+    path.write_text(json.dumps(_STEPS))
+    args = ["--speculative-adaptive", "--speculative-adaptive-config", str(path)]
+    args += ["--speculative-num-steps", "1", "--speculative-eagle-topk", "1"]
+    args += ["--speculative-num-draft-tokens", "2"]
+    # SGLang captures graphs for each number there, on a CPU, too, where it has none else.
+    return [*args, "--cuda-graph-backend-decode", "disabled"]
 
 
 def write_eagle_draft(folder: Path, *, noise: float = 0.0) -> Path:

@@ -5,7 +5,7 @@ rows behind the model's. What is restored is compared with a device hit bit for 
 guesses of the draft are right; without the draft layer's rows fewer are.
 
 By default DeepSeek V3 runs (`test_coded_drafts.py` has a model with rows of an index); the long
-form has all, and two ranks.
+form has all, two ranks, and chains whose length SGLang adapts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.device.layout import HEADER_BYTES, PageLayout
+from testkit.drafts.eagle import adaptive
 from testkit.drafts.nextn import KINDS, NEXTN, PLAIN, rows_of, write_nextn_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.requests import flush_device
@@ -24,7 +25,13 @@ from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.drafts import test_speculation as speculation
 from tests.e2e.drafts.restored import check_restored, device_hits
-from tests.e2e.drafts.test_speculation import lose_part, records, share
+from tests.e2e.drafts.test_speculation import (
+    check_switched,
+    lose_part,
+    records,
+    share,
+    share_of_tokens,
+)
 from tests.e2e.hier_server import GIB, settled, state
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
@@ -103,6 +110,18 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(kind: str, tmp_pat
         without = turns(server)
     assert [answer["output_ids"] for answer in without] == [hit["output_ids"] for hit in hits]
     assert share(without) < share(hits) - 0.1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", [PLAIN, KINDS[-1]])
+def test_chains_whose_length_changes_are_restored_alike(kind: str, tmp_path: Path) -> None:
+    write_nextn_model(tmp_path / "model", kind)
+    with server_of(kind, tmp_path, *adaptive(tmp_path / "steps.json")) as server:
+        hits = device_hits(server, turns)
+        flush_device(server)
+        check_restored(turns(server), hits, "host")
+        check_switched(server.log())
+    assert share_of_tokens(hits) > LEAST
 
 
 @pytest.mark.long

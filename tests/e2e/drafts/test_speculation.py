@@ -3,13 +3,15 @@
 What is restored is compared with a device hit bit for bit, as is how many guesses of the draft are
 right; and what is stored is compared with the KV of the same tokens, computed without speculation.
 
-By default EAGLE runs on two ranks, and on one with trees of guesses, as n-grams do; the long form
-has all, EAGLE3 and a whole model as a draft among them.
+By default EAGLE runs on two ranks, with chains whose length SGLang adapts, and on one with these
+and with trees of guesses; n-grams run on one. The long form has all, EAGLE3 and a whole model as a
+draft among them.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +24,13 @@ from sglang_ext.device.layout import HEADER_BYTES, PageLayout
 from sglang_ext.tiers.base import BLOCK_BYTES
 from sglang_ext.tiers.records.checks import seal
 from sglang_ext.tiers.records.record import MAGIC, parse_header
-from testkit.drafts.eagle import DRAFTS, TREES, write_eagle3_config, write_eagle_draft
+from testkit.drafts.eagle import (
+    DRAFTS,
+    TREES,
+    adaptive,
+    write_eagle3_config,
+    write_eagle_draft,
+)
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS, WAYS
 from testkit.requests import flush_device
 from testkit.server import TINYLM, Server
@@ -42,6 +50,8 @@ from tests.e2e.hier_server import (
 )
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+Pages = dict[bytes, np.ndarray[Any, np.dtype[np.float32]]]
 
 TARGET_LAYERS, HEADS, DIM = 8, 2, 64
 DRAFT_LAYERS = {"eagle": 9, "standalone": 8}
@@ -66,8 +76,11 @@ IN_TREES = [*TREES, "--max-total-tokens", "16384"]
 CODED = ["--hier-kv-codec", "disk=lossless,remote=lossless"]
 # Of the prompts whose stored pages are compared the shortest one.
 FEWEST = 2
+# Of a log-probability in float32, where another number of tokens is computed at once.
+OFF = 2e-3
 # In float32, so that only another token can make another value.
 EXACT = ["--dtype", "float32", "--hier-kv-rope", "delta"]
+SWITCH = re.compile(r"Switch adaptive runtime state: steps (\d) -> (\d)")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +90,7 @@ def drafts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         "eagle": write_eagle_draft(folder / "good"),
         "eagle3": write_eagle3_config(folder / "eagle3"),
         "weak": write_eagle_draft(folder / "weak", noise=0.5),
+        "steps": folder / "steps.json",
     }
 
 
@@ -90,6 +104,9 @@ def args_of(algorithm: str, drafts: dict[str, Path]) -> list[str]:
     args = ["--speculative-algorithm", name, "--speculative-draft-model-path", str(path)]
     if kind == "eagle3":
         args += ["--speculative-draft-load-format", "dummy"]
+    if how == "steps":
+        # In float32, as how many tokens are verified at once changes their rounding.
+        return [*args, *adaptive(drafts["steps"]), "--dtype", "float32"]
     return [*args, *(IN_TREES if how == "trees" else DRAFTS), *kv]
 
 
@@ -141,11 +158,23 @@ def share(answers: Sequence[dict[str, Any]]) -> float:
     return sum(right for right, _ in pairs) / sum(proposed for _, proposed in pairs)
 
 
-@pytest.mark.sampled("ngram", "eagle-in-trees")
+def share_of_tokens(answers: Sequence[dict[str, Any]]) -> float:
+    """How much of what was answered had been guessed, of whatever number of guesses."""
+    num = sum(len(answer["output_ids"]) for answer in answers)
+    return sum(guesses(answer)[0] for answer in answers) / num
+
+
+def check_switched(log: str) -> None:
+    """Guesses were none, one and three deep, from one verification to the next."""
+    assert {("0", "1"), ("1", "3"), ("3", "0")} <= set(SWITCH.findall(log))
+
+
+@pytest.mark.sampled("eagle-in-trees")
 @pytest.mark.parametrize(
     "algorithm",
     [
         *("eagle", "standalone", "eagle3", "ngram", "eagle-in-fp8", "ngram-in-fp8"),
+        "eagle-in-steps",
         *(trees("eagle"), trees("standalone"), trees("eagle3")),
     ],
 )
@@ -158,7 +187,9 @@ def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
         # What it guesses depends on all that the process has said, and how many tokens are verified
         # at once on what it guesses: that rounds differently, which float32 keeps from mattering,
         # but where a value that is computed anew is rounded to 8 bits.
-        args, off = [*args, "--dtype", "float32"], ROUNDING if how == "fp8" else 2e-3
+        args, off = [*args, "--dtype", "float32"], ROUNDING if how == "fp8" else OFF
+    elif how == "steps":
+        off = OFF
     with server_of(tmp_path, args) as server:
         turns(server)
         settled(server)
@@ -172,6 +203,7 @@ def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
         flush_device(server)
         from_dram = turns(server)
         settled(server)
+        log = server.log()
     reused = [by_tier(answer)["device"] for answer in hits]
     assert min(reused) >= 384
     assert_same(from_dram, hits, off)
@@ -179,7 +211,7 @@ def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
     lost = LOST if kind in DRAFT_LAYERS else ()
     if lost:
         texts = [text_of(hits, chat) for chat in lost]
-        item_bytes = 1 if how == "fp8" else 2
+        item_bytes = {"fp8": 1, "steps": 4}.get(how, 2)
         lose_draft_layers(tmp_path / "disk", DRAFT_LAYERS[kind], texts, item_bytes)
     with server_of(tmp_path, args) as server:
         from_disk = turns(server)
@@ -191,8 +223,14 @@ def test_a_restored_prefix_answers_and_guesses_as_a_device_hit(
     assert [found["output_ids"] for found in without] == [hit["output_ids"] for hit in lost_hits]
     if kind == "ngram":
         return
-    for found, expected in ((from_dram, hits), (kept, kept_hits)):
-        assert [guesses(answer) for answer in found] == [guesses(answer) for answer in expected]
+    assert [guesses(answer) for answer in from_dram] == [guesses(answer) for answer in hits]
+    if how == "steps":
+        check_switched(log)
+        # The first guesses behind a start are not as many as those behind an answer.
+        assert abs(share_of_tokens(kept) - share_of_tokens(kept_hits)) < 0.1
+        assert share_of_tokens(without) < share_of_tokens(lost_hits) / 2
+    else:
+        assert [guesses(answer) for answer in kept] == [guesses(answer) for answer in kept_hits]
     if kind == "eagle3":
         return  # random weights guess nothing
     assert min(share(lost_hits), share(hits)) > 0.5
@@ -215,8 +253,8 @@ def test_guesses_that_branch_are_those_of_sglang_alone(
     assert [guesses(answer) for answer in found] == [guesses(answer) for answer in wanted]
 
 
-@pytest.mark.sampled("eagle")
-@pytest.mark.parametrize("algorithm", ["eagle", "ngram", trees("eagle")])
+@pytest.mark.sampled("weak-in-steps")
+@pytest.mark.parametrize("algorithm", ["eagle", "weak-in-steps", "ngram", trees("eagle")])
 def test_ranks_that_guess_agree_on_what_is_restored(
     algorithm: str, drafts: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -228,7 +266,9 @@ def test_ranks_that_guess_agree_on_what_is_restored(
     (tmp_path / "store").mkdir()
     args += [*CODED, "--hier-kv-remote-url", f"file://{tmp_path}/store?size=1GB"]
     if algorithm == "ngram":
-        args, off = [*args, "--dtype", "float32"], 2e-3
+        args, off = [*args, "--dtype", "float32"], OFF
+    elif algorithm == "weak-in-steps":
+        off = OFF
     env = {**ENVIRONMENT, ENV_JITTER: str(JITTER_MS)}
     with server_of(tmp_path, args, env=env) as server:
         connected(server)
@@ -258,7 +298,10 @@ def test_ranks_that_guess_agree_on_what_is_restored(
         assert counts[0] == counts[1] > 0
         for found in (restored, decoded):
             assert [guesses(answer) for answer in found] == [guesses(answer) for answer in hits]
-        assert share(hits) > 0.5
+        if algorithm == "weak-in-steps":
+            check_switched(log)
+        else:
+            assert share(hits) > 0.5
 
 
 def of_chats(answers: Sequence[dict[str, Any]], chats: set[int]) -> list[dict[str, Any]]:
@@ -326,15 +369,33 @@ def page_keys(tokens: Sequence[int], *, of_pairs: bool) -> list[bytes]:
     return keys[1:]
 
 
-def target_kv(folder: Path) -> dict[bytes, np.ndarray[Any, np.dtype[np.float32]]]:
-    """K and V of the target's layers in each stored page, by its hash."""
-    layout = layout_of(4)
+def target_kv(folder: Path, draft_layers: int = 0) -> Pages:
+    """K and V of the target's layers in each stored page, by its hash; the draft's behind them."""
+    layout = layout_of(4, draft_layers)
     found = {}
     for _, _, record in records(folder):
         meta, _ = parse_header(record)
         assert meta.rope in ("bound", "delta")  # as the engine has it
         found[meta.page_hash] = record[HEADER_BYTES : layout.tail_offset].view(np.float32).copy()
     return found
+
+
+def check_draft_rows(server: Server, disk: Path, texts: Sequence[Sequence[int]]) -> None:
+    """What the draft has of answered tokens is what it has of them as a prompt."""
+    behind = layout_of(4).tail_offset - HEADER_BYTES
+    answered = target_kv(disk, DRAFT_LAYERS["eagle"])
+    clear_tiers(server)
+    settled(server)  # files are deleted behind the answer
+    assert not target_kv(disk)
+    for text in texts:
+        ask(server, text, 1)
+    settled(server)
+    read = target_kv(disk, DRAFT_LAYERS["eagle"])
+    assert answered.keys() <= read.keys()
+    for key, values in answered.items():
+        draft = values[behind // 4 :]
+        assert draft.any()
+        np.testing.assert_allclose(draft, read[key][behind // 4 :], atol=OFF, rtol=0)
 
 
 @pytest.fixture(scope="module")
@@ -345,8 +406,8 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Pa
         yield server, folder / "disk"
 
 
-@pytest.mark.sampled("weak-in-trees", "ngram")
-@pytest.mark.parametrize("algorithm", ["weak", trees("weak"), "ngram"])
+@pytest.mark.sampled("weak-in-trees", "weak-in-steps", "ngram")
+@pytest.mark.parametrize("algorithm", ["weak", "weak-in-steps", trees("weak"), "ngram"])
 def test_no_token_that_was_not_verified_is_in_a_stored_page(
     algorithm: str, drafts: dict[str, Path], plain: tuple[Server, Path], tmp_path: Path
 ) -> None:
@@ -358,18 +419,22 @@ def test_no_token_that_was_not_verified_is_in_a_stored_page(
         # Answers that end within what a verification accepts, where a page is full or nearly so.
         ends = [ask(server, prompt, 2 + at) for at, prompt in enumerate(short)]
         settled(server)
+        texts = [[*p, *a["output_ids"]] for p, a in zip(prompts, answers, strict=True)]
+        texts += [[*p, *a["output_ids"]] for p, a in zip(short, ends, strict=True)]
+        stored, of_pairs = target_kv(tmp_path / "disk"), algorithm != "ngram"
+        if of_pairs:
+            check_draft_rows(server, tmp_path / "disk", texts)
+        if algorithm == "weak-in-steps":
+            check_switched(server.log())
     right, proposed = (sum(x) for x in zip(*(guesses(a) for a in answers), strict=True))
     assert 0 < right < 0.9 * proposed  # many were rejected, and not all
-    texts = [[*p, *a["output_ids"]] for p, a in zip(prompts, answers, strict=True)]
-    texts += [[*p, *a["output_ids"]] for p, a in zip(short, ends, strict=True)]
     server, disk = plain
     found = ask(server, prompts[FEWEST], 80)
     assert found["output_ids"] == answers[FEWEST]["output_ids"]
     for text in texts:
         ask(server, text, 1)
     settled(server)
-    stored, wanted = target_kv(tmp_path / "disk"), target_kv(disk)
-    of_pairs = algorithm != "ngram"
+    wanted = target_kv(disk)
     compared, generated = 0, 0
     for text, prompt in zip(texts, [*prompts, *short], strict=True):
         keys = zip(

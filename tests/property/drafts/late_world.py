@@ -268,7 +268,8 @@ class LateWorld(World):
     def guess(self, req: LateRequest) -> tuple[list[int], list[int], list[Step]]:
         """Prepares a verification: what it finds, what was guessed, and the device's steps."""
         before, start = list(req.known), len(req.known) - 1
-        guesses = [self.rng.randrange(3) for _ in range(self.rng.randint(1, MOST_GUESSES))]
+        guesses = [self.rng.randrange(3) for _ in range(self.rng.randint(0, MOST_GUESSES))]
+        self.count("no guesses" if not guesses else "guesses")
         num_right = self.rng.randint(0, len(guesses))
         wrong = guesses[num_right:][:1]
         new = [*guesses[:num_right], (wrong[0] + 1) % 3 if wrong else self.rng.randrange(3)]
@@ -421,7 +422,8 @@ class LateWorld(World):
 
     def _commit(self, launch: Launch) -> list[list[int]]:
         """What SGLang takes for committed of a verification; it counts that in the requests."""
-        stride = MOST_GUESSES + 1
+        # SGLang's worker adapts it: it is that of this forward, and no other's.
+        stride = max(map(len, launch.new))
         padded = [[*tokens, *[0] * (stride - len(tokens))] for tokens in launch.new]
         result = SimpleNamespace(
             next_token_ids=torch.tensor(padded).view(-1),

@@ -2,14 +2,15 @@
 
 See `late_world`, and of guesses that branch `branching_world`. What was put wrong on purpose has to
 be noticed: what runs for a request that ends taken for verified, the token behind the last
-committed row taken for one, rows saved that were given back, and a result taken before its forward
-was over. Of branches: the accepted one left where it was verified, and the draft's rows left as it
-guessed them.
+committed row taken for one, rows saved that were given back, a result taken before its forward was
+over, and the draft's rows left out where nothing is guessed. Of branches: the accepted one left
+where it was verified, and the draft's rows left as it guessed them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,10 +19,18 @@ import torch
 
 from tests.long_form import count
 from tests.property.drafts.branching_world import BranchingWorld
-from tests.property.drafts.late_world import LateRequest, LateWorld
+from tests.property.drafts.late_world import (
+    MOST_GUESSES,
+    RESERVED,
+    LateRequest,
+    LateWorld,
+    Step,
+)
 from tests.property.worlds.coverage import missing, run_until_all_seen, run_until_counted
 from tests.property.worlds.taint_world import PAGE, Request, Wrong
 
+from sglang.srt import runtime_context  # isort: skip
+from sglang.srt.mem_cache import allocation_sizing  # isort: skip
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer  # isort: skip
 
 from sglang_ext.device.transfers import Place, hashes_from_hex
@@ -37,6 +46,7 @@ HAPPENED = (
     *("ends with wrong guesses in flight", "ends while the device is behind"),
     *("retracts in flight", "abort"),
 )
+HAPPENED_IN_CHAINS = ("no guesses", "guesses")
 
 
 class _RunsOn(LateWorld):
@@ -90,6 +100,17 @@ class _TooEarly(LateWorld):
             super().process()
 
 
+class _LeavesTheDraftOut(LateWorld):
+    """Where nothing is guessed the draft's rows of what is answered are not written."""
+
+    def guess(self, req: LateRequest) -> tuple[list[int], list[int], list[Step]]:
+        num_known = len(req.known)
+        new, guessed, steps = super().guess(req)
+        if len(guessed) == num_known:
+            steps[-1] = lambda: None
+        return new, guessed, steps
+
+
 class _TooEarlyInTrees(_TooEarly, BranchingWorld):
     """The same of guesses that branch: their rows may be moved later."""
 
@@ -114,6 +135,7 @@ MISTAKES = {
     "given-back": _SavesWhatIsGivenBack,
     "too-early": _TooEarly,
 }
+MISTAKES_IN_STEPS = {"leaves-the-draft-out": _LeavesTheDraftOut}
 MISTAKES_IN_TREES = {
     "too-early-in-trees": _TooEarlyInTrees,
     "stays-in-its-branch": _StaysInItsBranch,
@@ -127,7 +149,27 @@ CASES = [
     for keys in KEYS
     if (mistake, keys) != (NOT_WITH_PAIRS, "pairs")
 ]
-CASES += [(mistake, "pairs") for mistake in MISTAKES_IN_TREES]
+CASES += [(mistake, "pairs") for mistake in (*MISTAKES_IN_STEPS, *MISTAKES_IN_TREES)]
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, MOST_GUESSES])
+def test_rows_are_reserved_for_the_longest_chain_whatever_the_next_one_is(
+    num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What `LateWorld` reserves is what SGLang does, which adapts the length behind that."""
+    spec = SimpleNamespace(
+        speculative_algorithm="EAGLE",
+        speculative_num_steps=num_steps,
+        speculative_num_draft_tokens=num_steps + 1,
+        max_speculative_num_draft_tokens=MOST_GUESSES + 1,
+        speculative_eagle_topk=1,
+    )
+    schedule = SimpleNamespace(page_size=PAGE)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+    monkeypatch.setattr(allocation_sizing, "get_spec", lambda: spec)
+    monkeypatch.setattr(allocation_sizing, "get_schedule", lambda: schedule)
+    monkeypatch.setattr(allocation_sizing, "get_parallel", lambda: SimpleNamespace(attn_dcp_size=1))
+    assert allocation_sizing.get_alloc_reserve_per_decode() == RESERVED
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -135,7 +177,7 @@ CASES += [(mistake, "pairs") for mistake in MISTAKES_IN_TREES]
 def test_no_guess_that_was_not_heard_of_is_in_a_stored_page(
     keys: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(LateWorld(tmp_path, monkeypatch, seed, of_pairs=KEYS[keys]))
+    run(LateWorld(tmp_path, monkeypatch, seed, of_pairs=KEYS[keys]), *HAPPENED_IN_CHAINS)
 
 
 @pytest.mark.sampled("pairs-*")
@@ -171,7 +213,7 @@ def run(world: LateWorld, *more: str) -> None:
 def test_a_mistake_is_noticed(
     mistake: str, keys: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kinds = {**MISTAKES, **MISTAKES_IN_TREES}
+    kinds = {**MISTAKES, **MISTAKES_IN_STEPS, **MISTAKES_IN_TREES}
     world = kinds[mistake](tmp_path, monkeypatch, 0, of_pairs=KEYS[keys])
     try:
         with pytest.raises(Wrong):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,6 +105,7 @@ def test_nodes_with_other_releases_are_refused() -> None:
         ("chunked_prefill_size", 2048, 4096),
         ("json_model_override_args", "{}", '{"rope_theta": 1}'),
         ("speculative_num_draft_tokens", None, 4),
+        ("speculative_adaptive", False, True),
         ("mamba_track_interval", 256, 128),
         ("swa_full_tokens_ratio", 0.8, 0.5),
         ("attn_dp_size", 2, 4),
@@ -117,6 +119,18 @@ def test_nodes_with_other_arguments_of_sglang_are_refused(name: str, one: Any, t
     ]
     with pytest.raises(HierKVConfigError, match=f"same --{name.replace('_', '-')} on every node"):
         agree(*nodes)
+
+
+def test_nodes_that_adapt_their_guesses_by_other_files_are_refused(tmp_path: Path) -> None:
+    def node(number: int, steps: list[int], name: str) -> NodeSettings:
+        path = tmp_path / f"{number}-{name}"
+        path.write_text(json.dumps({"1": {"candidate_steps": steps}}, indent=number))
+        values = {"speculative_adaptive": True, "speculative_adaptive_config": str(path)}
+        return settings_of(CONFIG, number, "", on_all_nodes(values.get))
+
+    agree(node(0, [0, 3], "here"), node(1, [0, 3], "there"))
+    with pytest.raises(HierKVConfigError, match="same --speculative-adaptive-config on every"):
+        agree(node(0, [0, 3], "steps"), node(1, [0, 5], "steps"))
 
 
 def test_what_nodes_may_have_of_their_own_is_not_compared() -> None:

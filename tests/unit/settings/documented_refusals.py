@@ -260,6 +260,7 @@ _GROUPED_DRAFTS = tuple(
     {**each, **_GROUPS} for each in (_DRAFTS[1], *_LATENT_DRAFTS, _OSS_DRAFT, *_STATE_DRAFTS[:2])
 )
 _TREE = {"speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
+_ADAPTIVE = {"speculative_adaptive": True}
 _DRAWN = {"speculative_use_rejection_sampling": True}
 _TWO = {"tp_size": 2}
 
@@ -318,17 +319,36 @@ OF_SPECULATION: dict[str, Row] = {
     "`--hier-kv-tree-core rust`": Row(_ANY, (Phrase("`--hier-kv-tree-core rust`", (_RUST,)),)),
     "several draft models": Row(
         _ANY_DRAFT,
-        (Phrase("(`--enable-multi-layer-eagle`)", ({"enable_multi_layer_eagle": True},)),),
+        (Phrase("`--enable-multi-layer-eagle`", ({"enable_multi_layer_eagle": True},)),),
     ),
     "`--speculative-adaptive`": Row(
         phrases=(
-            Phrase("`--speculative-adaptive`", ({"speculative_adaptive": True},), on=_ANY),
+            Phrase(
+                "`--speculative-adaptive` with window layers, states",
+                (_ADAPTIVE,),
+                on=(_OSS_DRAFT, *_STATE_DRAFTS),
+                served=tuple({**each, **_ADAPTIVE} for each in (*_DRAFTS[:2], *_LATENT_DRAFTS)),
+            ),
+            Phrase(
+                "`--disaggregation-mode`",
+                (_ADAPTIVE,),
+                on=tuple({**each, **_PREFILL} for each in _DRAFTS[:2]),
+            ),
+            Phrase(
+                "with more than one branch and with data parallel attention",
+                (_ADAPTIVE,),
+                on=({**_DRAFTS[0], **_TREE}, *_GROUPED_DRAFTS),
+            ),
+        )
+    ),
+    "`--speculative-num-steps 0` with a draft model": Row(
+        _ANY_DRAFT,
+        (
             Phrase(
                 "`--speculative-num-steps 0` with a draft model",
                 ({"speculative_num_steps": 0},),
-                on=_ANY_DRAFT,
             ),
-        )
+        ),
     ),
     "`SGLANG_SIMULATE_ACC_LEN`": Row(
         _ANY,

@@ -71,6 +71,18 @@ def test_draft_layers_of_models_with_latent_rows_are_served(kind: str) -> None:
     check("EAGLE", kind, tp_size=4, attn_dp_size=2)
 
 
+ADAPTIVE: dict[str, Any] = {"speculative_adaptive": True}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "kind"),
+    [("EAGLE", "mha"), ("EAGLE3", "mha"), ("EAGLE", "mla"), ("EAGLE", "indexed")],
+)
+def test_chains_are_served_whose_length_sglang_adapts(algorithm: str, kind: str) -> None:
+    check(algorithm, kind, **ADAPTIVE, tp_size=2)
+    check(algorithm, **ADAPTIVE, release="0.5.22")
+
+
 STATES: dict[str, Any] = {"kind": "state", "architecture": "Qwen3NextForCausalLM"}
 GROUPS: dict[str, Any] = {"tp_size": 4, "attn_dp_size": 2}
 
@@ -176,8 +188,30 @@ REFUSED = [
         "trtllm_mha",
     ),
     ("NGRAM", {"speculative_eagle_topk": 10}, "(--speculative-ngram-max-bfs-breadth 1)", "10"),
-    ("EAGLE", {"enable_multi_layer_eagle": True}, "no --enable-multi-layer-eagle with", "it"),
-    ("STANDALONE", {"speculative_adaptive": True}, "no --speculative-adaptive with", "it"),
+    ("EAGLE", {"enable_multi_layer_eagle": True}, "no --enable-multi-layer-eagle (", "it"),
+    (
+        "EAGLE",
+        {"kind": "swa of two shapes", "enable_multi_layer_eagle": True},
+        "KV of their draft layers is of guesses, the wrong ones, too) with",
+        "it",
+    ),
+    ("STANDALONE", ADAPTIVE, "no --speculative-adaptive (EAGLE and EAGLE3 have it) with", "it"),
+    ("NGRAM", ADAPTIVE, "no --speculative-adaptive (EAGLE and EAGLE3 have it) with", "it"),
+    ("EAGLE", {**TREES, **ADAPTIVE}, "no --speculative-adaptive (where guesses branch) with", "it"),
+    (
+        "EAGLE",
+        {**ADAPTIVE, "kind": "mla", "tp_size": 2, "attn_dp_size": 2},
+        "no --speculative-adaptive (with data parallel attention) with",
+        "it",
+    ),
+    ("EAGLE", {**STATES, **ADAPTIVE}, "no --speculative-adaptive (with window layers or", "it"),
+    ("EAGLE3", {**OSS, **ADAPTIVE}, "no --speculative-adaptive (with window layers or", "it"),
+    (
+        "EAGLE",
+        {**ADAPTIVE, "disaggregation_mode": "prefill"},
+        "no --speculative-adaptive (with --disaggregation-mode) with",
+        "it",
+    ),
     ("STANDALONE", {"enable_lora": True}, "no --enable-lora with", "it"),
     ("NGRAM", {"enable_streaming_session": True}, "no --enable-streaming-session with", "it"),
     (
