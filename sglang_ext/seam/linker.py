@@ -444,6 +444,10 @@ class HierKVLinker(UnifiedCacheLinker):
         """Context whose work runs where the forwards do, behind the current stream's so far."""
         return self._load_path.in_forward_order()
 
+    def wait_for_forward(self) -> None:
+        """See `Streams.wait_for_forward`."""
+        self._streams.wait_for_forward()
+
     def overwrite_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies rows of the device pool over others, between the forwards.
 
