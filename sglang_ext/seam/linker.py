@@ -1,10 +1,11 @@
 """The transport behind SGLang's radix tree: saves and loads pages on threads of its own.
 
-SGLang calls every public method from the scheduler's thread; none of them waits for the device. On
-a CPU, which does the work itself, `finish_layer_wise_loading` (which SGLang calls after the forward
-that used the load) waits for the last copy, and `restore_pages` copies. The quiescing ones wait for
-the save thread, 30 s at most: a flush or new weights must find no save under way, and where SGLang
-lacks the room of a state, one that is being saved has to make it.
+SGLang calls every public method from the scheduler's thread; none of them waits for the device but
+`wait_for_forward`, which a hook of decode servers calls. On a CPU, which does the work itself,
+`finish_layer_wise_loading` (which SGLang calls after the forward that used the load) waits for the
+last copy, and `restore_pages` copies. The quiescing ones wait for the save thread, 30 s at most: a
+flush or new weights must find no save under way, and where SGLang lacks the room of a state, one
+that is being saved has to make it.
 
 Jobs run in the order they were queued. Completed saves are reported in that order too, as SGLang
 pairs them with its own list.
@@ -443,6 +444,10 @@ class HierKVLinker(UnifiedCacheLinker):
     def in_forward_order(self) -> AbstractContextManager[None]:
         """Context whose work runs where the forwards do, behind the current stream's so far."""
         return self._load_path.in_forward_order()
+
+    def wait_for_forward(self) -> None:
+        """See `Streams.wait_for_forward`."""
+        self._streams.wait_for_forward()
 
     def overwrite_rows(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies rows of the device pool over others, between the forwards.

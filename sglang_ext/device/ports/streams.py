@@ -65,3 +65,11 @@ class Streams:
         self.take(current)
         writers = (current,) if self.forwards is None else (current, self.forwards)
         return [self._port.record(stream) for stream in writers]
+
+    def wait_for_forward(self) -> None:
+        """Lets the calling thread sleep until the forward that was launched last is done.
+
+        Through the port: what SGLang has for a stream on a CPU has nothing to wait for.
+        """
+        if self.forwards is not None:
+            self._port.synchronize(self._port.record(self.forwards))

@@ -420,7 +420,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
             "disagg_prefill_bootstrap_queue disagg_decode_prealloc_queue disagg_metadata_buffers "
             "pp_group attn_tp_group tp_worker spec_algorithm internal_state sliding_window_size "
             "model_config schedule_stream copy_stream future_map enable_overlap last_batch "
-            "forward_stream schedule_low_priority_values_first tokenizer"
+            "schedule_low_priority_values_first tokenizer"
         ),
         ("srt.managers.schedule_policy", "PrefillAdder"): (
             "tree_cache running_batch priority_scheduling_preemption_threshold"

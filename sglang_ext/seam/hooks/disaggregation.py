@@ -161,11 +161,12 @@ def _before_rows_are_taken(queue: Any, *args: Any, **kwargs: Any) -> None:
     the other server to hear of the rows and to send some.
     """
     scheduler = queue.scheduler
-    if not isinstance(scheduler.tree_cache, HierKVRadixCache) or not scheduler.enable_overlap:
+    cache = scheduler.tree_cache
+    if not isinstance(cache, HierKVRadixCache) or not scheduler.enable_overlap:
         return
     running = scheduler.last_batch
     if running is not None and any(req.finished() for req in running.reqs):
-        scheduler.forward_stream.synchronize()
+        cache.hier_linker.wait_for_forward()
 
 
 def _after_arrival(result: None, queue: Any, decode_req: Any) -> None:

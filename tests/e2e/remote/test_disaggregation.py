@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -205,3 +206,17 @@ def lone_request(
 
 def num_waiting(pair: Pair) -> int:
     return int(state(pair.prefill)["host"].get("waiting_requests", 0))
+
+
+def test_requests_come_as_others_end(pair: Pair) -> None:
+    """Each gets its rows while a forward runs that may still have the one that ended."""
+    prompts = list(real_prompts([180] * 32, seed=12))
+    before = counted(pair.decode, "received_requests")[0]
+    with ThreadPoolExecutor(4) as threads:
+        asked = [
+            threads.submit(pair.ask, prompt, 3 + number % 5, room=4_000_000 + number)
+            for number, prompt in enumerate(prompts)
+        ]
+    lengths = [len(each.result()[1]["output_ids"]) for each in asked]
+    assert lengths == [3 + number % 5 for number in range(len(prompts))]
+    assert counted(pair.decode, "received_requests") == [before + len(prompts)]
