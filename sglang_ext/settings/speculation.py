@@ -151,17 +151,19 @@ def _outside_attention_dp(
         yield "no data parallel attention (SGLang has it with EAGLE and EAGLE3 alone)", "it"
     elif kind == "mha" and algorithm == EAGLE:
         yield f"no data parallel attention ({_SPREAD_HEADS})", "it"
-    yield f"no {_MIXED_STEPS} (with data parallel attention)", on(is_set(_MIXED_STEPS))
+    with_groups = "(with data parallel attention)"
+    # The argument is SGLang 0.5.22's, which then runs a verification beside another group's prompt
+    # as if it were a prompt, too.
+    yield f"no {_MIXED_STEPS} {with_groups}", on(is_set(_MIXED_STEPS))
+    unagreed = on(read("speculative_skip_dp_mlp_sync"))
+    yield f"no --speculative-skip-dp-mlp-sync {with_groups}", unagreed
     if kind in LATENT_KINDS:
         return
-    yield f"{NEWEST_RELEASE} (with data parallel attention)", older_release(release)
+    yield f"{NEWEST_RELEASE} {with_groups}", older_release(release)
     branches = read("speculative_eagle_topk") or 1
-    yield (
-        "--speculative-eagle-topk 1 (with data parallel attention)",
-        f"{branches}" if branches > 1 else "",
-    )
+    yield f"--speculative-eagle-topk 1 {with_groups}", f"{branches}" if branches > 1 else ""
     truncation = "" if config.truncation == "off" else config.truncation
-    yield "--hier-kv-truncation off (with data parallel attention)", truncation
+    yield f"--hier-kv-truncation off {with_groups}", truncation
 
 
 def _outside_adaptive(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:

@@ -110,8 +110,8 @@ CASES = {
     "windows-two-ranks": Case("oss", "two-ranks", dtype="bfloat16"),
     "states-and-experts": Case("qwen3_5_moe", "two-ranks"),
     "windows-two-by-two": Case("oss", "two-by-two", dtype="bfloat16"),
+    "states-two-by-two": Case("qwen3_5", "two-by-two"),
     "states-a-rank-a-node": Case("qwen3_next", "a-rank-a-node"),
-    "more-states": Case("qwen3_5", "two-ranks"),
 }
 
 

@@ -538,6 +538,10 @@ BY_DRAFT: dict[str, Row] = {
                 ({"variables": {"SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION": "1"}},),
             ),
             Phrase(
+                "`--speculative-skip-dp-mlp-sync` (0.5.22)",
+                ({"speculative_skip_dp_mlp_sync": True},),
+            ),
+            Phrase(
                 "but for latent rows trees, `--hier-kv-truncation` and SGLang 0.5.22",
                 (_TREE, _OVERFLOW, {"release": "0.5.22"}),
                 on=({**_DRAFTS[1], **_GROUPS},),

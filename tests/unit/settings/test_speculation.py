@@ -274,6 +274,12 @@ REFUSED = [
         "no data parallel attention (SGLang has it with EAGLE and EAGLE3 alone) with",
         "it",
     ),
+    (
+        "EAGLE",
+        {"kind": "mla", **GROUPS, "release": "0.5.22", "speculative_skip_dp_mlp_sync": True},
+        "no --speculative-skip-dp-mlp-sync (with data parallel attention) with",
+        "it",
+    ),
     ("NGRAM", {"config": {"truncation": "overflow"}}, "--hier-kv-truncation off with", "overflow"),
     ("EAGLE", {"config": {"tree_core": "rust"}}, "--hier-kv-tree-core python with", "rust"),
     (
