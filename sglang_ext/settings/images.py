@@ -61,6 +61,8 @@ def why_not_images(args: Any, architecture: str, keeps: str) -> str:
         return "adapters"
     if args.speculative_algorithm not in (None, *_DRAFTS.get(keeps, ())):
         return f"drafts of {args.speculative_algorithm}"
+    if _answers_guesses(args):
+        return "--speculative-accept-threshold-single or -acc below 1"
     if args.disaggregation_mode != "null":
         return "prefill and decode servers"
     if getattr(args, "smg_grpc_mode", False):  # which makes of an image what the encoder is given
@@ -76,6 +78,18 @@ def why_not_images(args: Any, architecture: str, keeps: str) -> str:
     if args.enable_mm_global_cache:
         return "a cache of encoded images that servers share"
     return ""
+
+
+def _answers_guesses(args: Any) -> bool:
+    """Whether draft tokens are answered that the model itself might not have said.
+
+    Where a chunk of a prompt ended in front of an image, SGLang gave the draft another token than
+    the next one. That row would decide answers then, and a page's name does not tell of it.
+    """
+    if args.speculative_algorithm is None:
+        return False
+    thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)
+    return any(threshold < 1 for threshold in thresholds)
 
 
 def image_facts(args: Any, architecture: str) -> str:
