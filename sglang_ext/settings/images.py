@@ -77,6 +77,10 @@ def why_not_images(args: Any, architecture: str, keeps: str) -> str:
         return "several tokenizer workers, which name no images"
     if args.enable_mm_global_cache:
         return "a cache of encoded images that servers share"
+    # With it a prompt's positions are those of text alone, and not those that SGLang says of its
+    # images, from which it counts on behind a prompt where it guesses.
+    if getattr(args, "rl_on_policy_target", None) is not None:
+        return "--rl-on-policy-target"
     return ""
 
 
