@@ -61,6 +61,8 @@ def why_not_images(args: Any, architecture: str, keeps: str) -> str:
         return "adapters"
     if args.speculative_algorithm not in (None, *_DRAFTS.get(keeps, ())):
         return f"drafts of {args.speculative_algorithm}"
+    if _answers_guesses(args):
+        return "--speculative-accept-threshold-single or -acc below 1"
     if args.disaggregation_mode != "null":
         return "prefill and decode servers"
     if getattr(args, "smg_grpc_mode", False):  # which makes of an image what the encoder is given
@@ -75,7 +77,23 @@ def why_not_images(args: Any, architecture: str, keeps: str) -> str:
         return "several tokenizer workers, which name no images"
     if args.enable_mm_global_cache:
         return "a cache of encoded images that servers share"
+    # With it a prompt's positions are those of text alone, and not those that SGLang says of its
+    # images, from which it counts on behind a prompt where it guesses.
+    if getattr(args, "rl_on_policy_target", None) is not None:
+        return "--rl-on-policy-target"
     return ""
+
+
+def _answers_guesses(args: Any) -> bool:
+    """Whether draft tokens are answered that the model itself might not have said.
+
+    Where a chunk of a prompt ended in front of an image, SGLang gave the draft another token than
+    the next one. That row would decide answers then, and a page's name does not tell of it.
+    """
+    if args.speculative_algorithm is None:
+        return False
+    thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)
+    return any(threshold < 1 for threshold in thresholds)
 
 
 def image_facts(args: Any, architecture: str) -> str:

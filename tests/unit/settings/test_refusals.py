@@ -315,6 +315,7 @@ def _with_images(**more: Any) -> SimpleNamespace:
     one: dict[str, Any] = {
         **off, "disaggregation_mode": "null", "pp_size": 1, "nnodes": 1, "tokenizer_worker_num": 1,
         "attn_dp_size": 1, "enable_dp_attention": False, "dp_size": 1,
+        "speculative_accept_threshold_single": 1.0, "speculative_accept_threshold_acc": 1.0,
     }  # fmt: skip
     return SimpleNamespace(**one | more)
 
@@ -335,6 +336,14 @@ def test_images_are_stored_with_drafts_that_are_given_them() -> None:
         for name in ("EAGLE", "NEXTN", "EAGLE3", "STANDALONE", "NGRAM"):
             found = why_not_images(_with_images(speculative_algorithm=name), architecture, keeps)
             assert found == ("" if name in taken else f"drafts of {name}")
+
+
+@pytest.mark.parametrize("name", ["single", "acc"])
+def test_images_are_not_stored_where_a_drafts_rows_decide_what_is_answered(name: str) -> None:
+    less = {f"speculative_accept_threshold_{name}": 0.9}
+    eagle3 = _with_images(speculative_algorithm="EAGLE3", **less)
+    assert "-acc below 1" in why_not_images(eagle3, ALONG_AXES[0], PLAIN)
+    assert why_not_images(_with_images(**less), ALONG_AXES[0], PLAIN) == ""  # nothing is guessed
 
 
 def test_fp8_is_refused_where_its_pool_has_scales() -> None:

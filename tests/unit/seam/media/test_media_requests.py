@@ -392,6 +392,7 @@ def test_after_a_change_of_weights_images_are_not_named(make: Make) -> None:
         {"tp_size": 2, "attn_dp_size": 2},
         {"tp_size": 2, "dp_size": 2, "enable_dp_attention": True},
         {"nnodes": 2}, {"enable_mm_global_cache": True}, {"tokenizer_worker_num": 2},
+        {"rl_on_policy_target": "fsdp"},
     ],
     ids=str,
 )  # fmt: skip
