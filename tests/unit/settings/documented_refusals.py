@@ -74,10 +74,10 @@ def _codec_beside_blocks() -> None:
     check_planes(cast(Any, pools), HierKVConfig(codec="lossless"))
 
 
-_KV: SetUp = {"kind": "mha", "architecture": "LlamaForCausalLM"}
-_LATENT: SetUp = {"kind": "mla", "architecture": "DeepseekV3ForCausalLM"}
-_INDEXED: SetUp = {"kind": "indexed", "architecture": "DeepseekV32ForCausalLM"}
-_OSS, _MELLUM, _LAGUNA, _LLAMA4 = (
+KV: SetUp = {"kind": "mha", "architecture": "LlamaForCausalLM"}
+LATENT: SetUp = {"kind": "mla", "architecture": "DeepseekV3ForCausalLM"}
+INDEXED: SetUp = {"kind": "indexed", "architecture": "DeepseekV32ForCausalLM"}
+_OSS, MELLUM, _LAGUNA, LLAMA4 = (
     {"kind": "swa", "architecture": name}
     for name in (
         "GptOssForCausalLM", "MellumForCausalLM", "LagunaForCausalLM",
@@ -85,14 +85,14 @@ _OSS, _MELLUM, _LAGUNA, _LLAMA4 = (
     )
 )  # fmt: skip
 _KEPT = {"mamba_radix_cache_strategy": "extra_buffer"}
-_NEMOTRON, _QWEN35, _QWEN35_IMAGES, _NEXT, _GRANITE = (
+_NEMOTRON, _QWEN35, _QWEN35_IMAGES, NEXT, _GRANITE = (
     {"kind": "state", "architecture": name, **_KEPT}
     for name in (
         "NemotronHForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
         "Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM",
     )
 )  # fmt: skip
-_KIMI, _KIMI_K3 = (
+KIMI, _KIMI_K3 = (
     {"kind": "state beside latent rows", "architecture": name, **_KEPT}
     for name in ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 )
@@ -100,23 +100,23 @@ _KIMI, _KIMI_K3 = (
 _STAGES = {"pp_size": 2}
 _SEVERAL_NODES = {"nnodes": 2}
 _GROUPS = {"tp_size": 2, "attn_dp_size": 2}
-_ADAPTERS = ({"enable_lora": True}, {"lora_paths": ["a"]})
+ADAPTERS = ({"enable_lora": True}, {"lora_paths": ["a"]})
 _SESSIONS = ({"enable_streaming_session": True}, {"enable_session_radix_cache": True})
-_RUST, _SLO = _setting(tree_core="rust"), _setting(slo_ms=100.0)
-_OVERFLOW, _MATCH, _ALL = (_setting(truncation=each) for each in ("overflow", "match", "all"))
-_LOSSLESS, _LOSSY, _REMOTE_LOSSY, _ZSTD = (
+RUST, _SLO = _setting(tree_core="rust"), _setting(slo_ms=100.0)
+OVERFLOW, MATCH, _ALL = (_setting(truncation=each) for each in ("overflow", "match", "all"))
+LOSSLESS, LOSSY, REMOTE_LOSSY, _ZSTD = (
     _setting(codec=each, disk_dir="/d", remote_url="file:///d")
     for each in ("lossless", "hier", "remote=cachegen-paper", "remote=zstd")
 )
 _FP8 = ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e5m2"})
-_PREFILL = {"disaggregation_mode": "prefill"}
-_DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
+PREFILL = {"disaggregation_mode": "prefill"}
+DECODE = {"disaggregation_mode": "decode", "disaggregation_decode_enable_radix_cache": True}
 
 BY_MODE: dict[str, Row] = {
     "anything": Row(
-        (_KV,),
+        (KV,),
         (
-            Phrase("`--page-size 1`", ({"page_size": 1},), served=({**_KV, "page_size": 16},)),
+            Phrase("`--page-size 1`", ({"page_size": 1},), served=({**KV, "page_size": 16},)),
             Phrase(
                 "models with encoder attention",
                 late=(lambda: check_attention({"decoder", "encoder_only"}),),
@@ -124,36 +124,36 @@ BY_MODE: dict[str, Row] = {
         ),
     ),
     "models of K and V (windows and Mamba2's states among them, latent rows not)": Row(
-        (_KV, _OSS, _NEMOTRON),
+        (KV, _OSS, _NEMOTRON),
         (
             Phrase(
                 "`SGLANG_USE_HND_KVCACHE`",
                 ({"variables": {"SGLANG_USE_HND_KVCACHE": "1"}},),
                 served=tuple(
                     {**each, "variables": {"SGLANG_USE_HND_KVCACHE": "1"}}
-                    for each in (_LATENT, _INDEXED, _KIMI)
+                    for each in (LATENT, INDEXED, KIMI)
                 ),
             ),
         ),
     ),
     "`--hier-kv-truncation` other than `off`": Row(
-        tuple(changed(_KV, each) for each in (_OVERFLOW, _MATCH, _ALL)),
+        tuple(changed(KV, each) for each in (OVERFLOW, MATCH, _ALL)),
         (
             Phrase(
                 "several tokenizer workers",
                 ({"tokenizer_worker_num": 2},),
-                served=({**_KV, "tokenizer_worker_num": 2},),
+                served=({**KV, "tokenizer_worker_num": 2},),
             ),
         ),
     ),
     "pipeline stages": Row(),
     "data parallel attention": Row(
-        ({**_KV, **_GROUPS}, {**_KV, "enable_dp_attention": True}),
+        ({**KV, **_GROUPS}, {**KV, "enable_dp_attention": True}),
         (
             Phrase(
                 "`--hier-kv-truncation match` or `all`",
-                (_MATCH, _ALL),
-                served=(changed({**_KV, **_GROUPS}, _OVERFLOW),),
+                (MATCH, _ALL),
+                served=(changed({**KV, **_GROUPS}, OVERFLOW),),
             ),
             Phrase(
                 "but those of EAGLE and EAGLE3",
@@ -163,27 +163,27 @@ BY_MODE: dict[str, Row] = {
                 ),
                 served=tuple(
                     {**each, **_GROUPS, "speculative_algorithm": "EAGLE"}
-                    for each in (_LATENT, _INDEXED)
+                    for each in (LATENT, INDEXED)
                 ),
             ),
-            Phrase("adapters", _ADAPTERS),
+            Phrase("adapters", ADAPTERS),
             Phrase("streaming sessions", ({"enable_streaming_session": True},)),
             Phrase("`--enable-session-radix-cache`", ({"enable_session_radix_cache": True},)),
             Phrase("`--enable-prefill-delayer`", ({"enable_prefill_delayer": True},)),
-            Phrase("Kimi Linear", (_GROUPS,), on=(_KIMI,), served=({**_KIMI_K3, **_GROUPS},)),
+            Phrase("Kimi Linear", (_GROUPS,), on=(KIMI,), served=({**_KIMI_K3, **_GROUPS},)),
         ),
     ),
     "layers of windows in a pool of their own": Row(
-        (_OSS, _MELLUM),
+        (_OSS, MELLUM),
         (
             Phrase(
                 "pipeline stages but for gpt-oss",
                 (_STAGES,),
-                on=(_MELLUM, _LAGUNA, _LLAMA4),
+                on=(MELLUM, _LAGUNA, LLAMA4),
                 served=({**_OSS, **_STAGES},),
             ),
             Phrase("these on several nodes", (_SEVERAL_NODES,), on=({**_OSS, **_STAGES},)),
-            Phrase("`--hier-kv-tree-core rust`", (_RUST,)),
+            Phrase("`--hier-kv-tree-core rust`", (RUST,)),
             Phrase("`--swa-prefix-tails`", ({"swa_prefix_tails": 2},)),
             Phrase(
                 "`--enable-encoder-swa-bounded-replay`",
@@ -194,47 +194,47 @@ BY_MODE: dict[str, Row] = {
                 ({"enable_decoder_swa_bounded_replay": True},),
             ),
             Phrase(
-                "what the table of models names", (*_ADAPTERS, *_SESSIONS, _SLO, _LOSSY)
+                "what the table of models names", (*ADAPTERS, *_SESSIONS, _SLO, LOSSY)
             ),
         ),
     ),
     "layers with a state": Row(
-        (_NEMOTRON, _NEXT, _KIMI),
+        (_NEMOTRON, NEXT, KIMI),
         (
             Phrase(
                 "pipeline stages but for Nemotron-H, Qwen3.5 (text) and Kimi Linear",
                 (_STAGES,),
-                on=(_NEXT, _GRANITE, _QWEN35_IMAGES, _KIMI_K3),
-                served=tuple({**each, **_STAGES} for each in (_NEMOTRON, _QWEN35, _KIMI)),
+                on=(NEXT, _GRANITE, _QWEN35_IMAGES, _KIMI_K3),
+                served=tuple({**each, **_STAGES} for each in (_NEMOTRON, _QWEN35, KIMI)),
             ),
             Phrase(
                 "these on several nodes",
                 (_SEVERAL_NODES,),
-                on=tuple({**each, **_STAGES} for each in (_NEMOTRON, _QWEN35, _KIMI)),
+                on=tuple({**each, **_STAGES} for each in (_NEMOTRON, _QWEN35, KIMI)),
             ),
-            Phrase("`--hier-kv-tree-core rust`", (_RUST,)),
+            Phrase("`--hier-kv-tree-core rust`", (RUST,)),
             Phrase(
                 "`--mamba-radix-cache-strategy` other than `extra_buffer`",
                 ({"mamba_radix_cache_strategy": "no_buffer"},),
             ),
             Phrase("`--hier-kv-slo-ms`", (_SLO,)),
-            Phrase("what the table of models names", (*_ADAPTERS, *_SESSIONS, _LOSSY)),
+            Phrase("what the table of models names", (*ADAPTERS, *_SESSIONS, LOSSY)),
         ),
     ),
     "rows of an index beside latent ones": Row(
-        (_INDEXED,),
+        (INDEXED,),
         (
             Phrase("whole schedulers", ({"dp_size": 2},)),
             Phrase("stages", (_STAGES,)),
-            Phrase("`--hier-kv-tree-core rust`", (_RUST,)),
-            Phrase("adapters", _ADAPTERS),
+            Phrase("`--hier-kv-tree-core rust`", (RUST,)),
+            Phrase("adapters", ADAPTERS),
             Phrase("sessions", _SESSIONS),
             Phrase(
                 "a codec that loses something",
-                (_LOSSY,),
-                served=(changed(_INDEXED, _LOSSLESS),),
+                (LOSSY,),
+                served=(changed(INDEXED, LOSSLESS),),
             ),
-            Phrase("what the table of models names", (_MATCH, _ALL)),
+            Phrase("what the table of models names", (MATCH, _ALL)),
         ),
     ),
     "`--speculative-algorithm`": Row(),
@@ -249,17 +249,18 @@ def _guesses(algorithm: str, model: SetUp, **more: Any) -> SetUp:
     }  # fmt: skip
 
 
-_DRAFTS = tuple(_guesses(each, _KV) for each in ("EAGLE", "EAGLE3", "STANDALONE"))
-_NGRAM = _guesses("NGRAM", _KV)
-_LATENT_DRAFTS = tuple(_guesses("EAGLE", each) for each in (_LATENT, _INDEXED))
+_DRAFTS = tuple(_guesses(each, KV) for each in ("EAGLE", "EAGLE3", "STANDALONE"))
+NGRAM = _guesses("NGRAM", KV)
+STANDALONE = _DRAFTS[2]
+_LATENT_DRAFTS = tuple(_guesses("EAGLE", each) for each in (LATENT, INDEXED))
 _OSS_DRAFT = _guesses("EAGLE3", _OSS)
-_STATE_DRAFTS = tuple(_guesses("EAGLE", each) for each in (_NEXT, _QWEN35, _NEMOTRON))
-_ANY = (*_DRAFTS, _NGRAM, *_LATENT_DRAFTS, _OSS_DRAFT, *_STATE_DRAFTS)
-_ANY_DRAFT = tuple(each for each in _ANY if each is not _NGRAM)
+_STATE_DRAFTS = tuple(_guesses("EAGLE", each) for each in (NEXT, _QWEN35, _NEMOTRON))
+_ANY = (*_DRAFTS, NGRAM, *_LATENT_DRAFTS, _OSS_DRAFT, *_STATE_DRAFTS)
+ANY_DRAFT = tuple(each for each in _ANY if each is not NGRAM)
 _GROUPED_DRAFTS = tuple(
     {**each, **_GROUPS} for each in (_DRAFTS[1], *_LATENT_DRAFTS, _OSS_DRAFT, *_STATE_DRAFTS[:2])
 )
-_TREE = {"speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
+TREE = {"speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
 _ADAPTIVE = {"speculative_adaptive": True}
 _DRAWN = {"speculative_use_rejection_sampling": True}
 _TWO = {"tp_size": 2}
@@ -269,56 +270,56 @@ OF_SPECULATION: dict[str, Row] = {
         phrases=(
             Phrase(
                 "trees of drafts (`--speculative-eagle-topk` over 1)",
-                (_TREE,),
-                on=(_NGRAM,),
-                served=tuple({**each, **_TREE} for each in _DRAFTS),
+                (TREE,),
+                on=(NGRAM,),
+                served=tuple({**each, **TREE} for each in _DRAFTS),
             ),
-            Phrase("K and V of every head", (_TREE,), on=(*_LATENT_DRAFTS, *_STATE_DRAFTS)),
+            Phrase("K and V of every head", (TREE,), on=(*_LATENT_DRAFTS, *_STATE_DRAFTS)),
             Phrase(
                 "SGLang 0.5.23",
                 ({"release": "0.5.22"},),
-                on=tuple({**each, **_TREE} for each in _DRAFTS),
+                on=tuple({**each, **TREE} for each in _DRAFTS),
             ),
             Phrase(
                 "`--attention-backend triton`, `flashinfer` or `fa3`",
                 tuple(
                     {"attention_backend": each} for each in ("fa4", "trtllm_mha", "torch_native")
                 ),
-                on=tuple({**each, **_TREE} for each in _DRAFTS),
+                on=tuple({**each, **TREE} for each in _DRAFTS),
                 served=tuple(
-                    {**each, **_TREE, "attention_backend": backend}
+                    {**each, **TREE, "attention_backend": backend}
                     for each in _DRAFTS
                     for backend in ("flashinfer", "fa3")
                 ),
             ),
             Phrase(
                 "no `--disaggregation-mode`",
-                (_PREFILL, _DECODE),
-                on=tuple({**each, **_TREE} for each in _DRAFTS[:2]),
+                (PREFILL, DECODE),
+                on=tuple({**each, **TREE} for each in _DRAFTS[:2]),
             ),
         )
     ),
     "adapters and sessions": Row(
-        _ANY, (Phrase("adapters", _ADAPTERS), Phrase("sessions", _SESSIONS))
+        _ANY, (Phrase("adapters", ADAPTERS), Phrase("sessions", _SESSIONS))
     ),
     "`--hier-kv-truncation`": Row(
         phrases=(
             Phrase(
                 "`--hier-kv-truncation`, but for `overflow` with a draft model",
-                (_MATCH, _ALL),
+                (MATCH, _ALL),
                 on=_ANY,
-                served=tuple(changed(each, _OVERFLOW) for each in (*_DRAFTS, *_LATENT_DRAFTS)),
+                served=tuple(changed(each, OVERFLOW) for each in (*_DRAFTS, *_LATENT_DRAFTS)),
             ),
             Phrase(
                 "without a second pool or states",
-                (_OVERFLOW,),
-                on=(_NGRAM, _OSS_DRAFT, *_STATE_DRAFTS),
+                (OVERFLOW,),
+                on=(NGRAM, _OSS_DRAFT, *_STATE_DRAFTS),
             ),
         )
     ),
-    "`--hier-kv-tree-core rust`": Row(_ANY, (Phrase("`--hier-kv-tree-core rust`", (_RUST,)),)),
+    "`--hier-kv-tree-core rust`": Row(_ANY, (Phrase("`--hier-kv-tree-core rust`", (RUST,)),)),
     "several draft models": Row(
-        _ANY_DRAFT,
+        ANY_DRAFT,
         (Phrase("`--enable-multi-layer-eagle`", ({"enable_multi_layer_eagle": True},)),),
     ),
     "`--speculative-adaptive`": Row(
@@ -332,17 +333,17 @@ OF_SPECULATION: dict[str, Row] = {
             Phrase(
                 "`--disaggregation-mode`",
                 (_ADAPTIVE,),
-                on=tuple({**each, **_PREFILL} for each in _DRAFTS[:2]),
+                on=tuple({**each, **PREFILL} for each in _DRAFTS[:2]),
             ),
             Phrase(
                 "with more than one branch and with data parallel attention",
                 (_ADAPTIVE,),
-                on=({**_DRAFTS[0], **_TREE}, *_GROUPED_DRAFTS),
+                on=({**_DRAFTS[0], **TREE}, *_GROUPED_DRAFTS),
             ),
         )
     ),
     "`--speculative-num-steps 0` with a draft model": Row(
-        _ANY_DRAFT,
+        ANY_DRAFT,
         (
             Phrase(
                 "`--speculative-num-steps 0` with a draft model",
@@ -369,7 +370,7 @@ OF_SPECULATION: dict[str, Row] = {
         )
     ),
     "a draft's KV of another": Row(
-        _ANY_DRAFT,
+        ANY_DRAFT,
         (
             Phrase("dtype", ({"speculative_draft_kv_cache_dtype": "float16"},)),
             Phrase("window", ({"speculative_draft_window_size": 128},)),
@@ -381,7 +382,7 @@ _K_AND_V, _ROWS = "K and V of every head in torch.bfloat16", "latent rows in tor
 
 BY_DRAFT: dict[str, Row] = {
     "NGRAM": Row(
-        (_NGRAM,),
+        (NGRAM,),
         (
             Phrase(
                 "attention that takes guesses for one chain",
@@ -391,9 +392,9 @@ BY_DRAFT: dict[str, Row] = {
                 "`--attention-backend triton`, or `flashinfer` for models with K and V of every "
                 "head (on a CPU `intel_amx`)",
                 tuple({"attention_backend": each} for each in ("flashinfer", "intel_amx")),
-                on=(_guesses("NGRAM", _LATENT),),
+                on=(_guesses("NGRAM", LATENT),),
                 served=tuple(
-                    {**_NGRAM, "attention_backend": each}
+                    {**NGRAM, "attention_backend": each}
                     for each in ("triton", "flashinfer", "intel_amx")
                 ),
             ),
@@ -407,19 +408,19 @@ BY_DRAFT: dict[str, Row] = {
     "a draft model": Row(
         _DRAFTS,
         (
-            Phrase("`--hier-kv-slo-ms`", (_SLO,), on=_ANY_DRAFT),
+            Phrase("`--hier-kv-slo-ms`", (_SLO,), on=ANY_DRAFT),
             Phrase(
                 "lossy codecs but `hier` with K and V of every head",
-                (_REMOTE_LOSSY,),
-                served=tuple(changed(each, _LOSSY) for each in _DRAFTS),
+                (REMOTE_LOSSY,),
+                served=tuple(changed(each, LOSSY) for each in _DRAFTS),
             ),
             Phrase(
                 "with data parallel attention any codec",
-                (_LOSSLESS, _ZSTD),
+                (LOSSLESS, _ZSTD),
                 on=_GROUPED_DRAFTS,
                 served=(
-                    *(changed(each, _LOSSLESS) for each in (*_DRAFTS, *_LATENT_DRAFTS)),
-                    *(changed({**each, **_PREFILL}, _LOSSLESS) for each in _DRAFTS[:2]),
+                    *(changed(each, LOSSLESS) for each in (*_DRAFTS, *_LATENT_DRAFTS)),
+                    *(changed({**each, **PREFILL}, LOSSLESS) for each in _DRAFTS[:2]),
                 ),
             ),
             Phrase(
@@ -453,12 +454,12 @@ BY_DRAFT: dict[str, Row] = {
             ),
             Phrase(
                 "for gpt-oss with a draft of full layers",
-                tuple({"architecture": each["architecture"]} for each in (_MELLUM, _LAGUNA)),
+                tuple({"architecture": each["architecture"]} for each in (MELLUM, _LAGUNA)),
             ),
             Phrase(
                 "a codec, where K and V of the draft have another shape than the model's",
                 late=(_codec_beside_blocks,),
-                served=tuple(changed(_OSS_DRAFT, each) for each in (_LOSSLESS, *_FP8)),
+                served=tuple(changed(_OSS_DRAFT, each) for each in (LOSSLESS, *_FP8)),
             ),
         ),
     ),
@@ -475,7 +476,7 @@ BY_DRAFT: dict[str, Row] = {
                 ),
                 served=(
                     {**_STATE_DRAFTS[0], "draft": "Qwen3NextForCausalLMMTP"},
-                    *(changed(each, _LOSSLESS) for each in _STATE_DRAFTS),
+                    *(changed(each, LOSSLESS) for each in _STATE_DRAFTS),
                     *({**each, **fp8} for each in _STATE_DRAFTS for fp8 in _FP8),
                 ),
             ),
@@ -522,7 +523,7 @@ BY_DRAFT: dict[str, Row] = {
     "a draft model, with data parallel attention": Row(
         _GROUPED_DRAFTS,
         (
-            Phrase("a codec", (_LOSSLESS, _ZSTD)),
+            Phrase("a codec", (LOSSLESS, _ZSTD)),
             Phrase(
                 "NGRAM and STANDALONE",
                 ({"speculative_algorithm": "NGRAM"}, {"speculative_algorithm": "STANDALONE"}),
@@ -543,12 +544,12 @@ BY_DRAFT: dict[str, Row] = {
             ),
             Phrase(
                 "but for latent rows trees, `--hier-kv-truncation` and SGLang 0.5.22",
-                (_TREE, _OVERFLOW, {"release": "0.5.22"}),
+                (TREE, OVERFLOW, {"release": "0.5.22"}),
                 on=({**_DRAFTS[1], **_GROUPS},),
                 served=tuple(
                     changed({**each, **_GROUPS}, more)
                     for each in _LATENT_DRAFTS[:1]
-                    for more in (_OVERFLOW, {"release": "0.5.22"})
+                    for more in (OVERFLOW, {"release": "0.5.22"})
                 ),
             ),
         ),

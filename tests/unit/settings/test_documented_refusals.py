@@ -1,8 +1,9 @@
-"""The words of docs/compatibility.md about what is refused, row by row, and what the code says."""
+"""The documents' words about what is refused, row by row, and what the code says."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.refusals import Resolved, check_resolved
+from tests.unit.settings.documented_disaggregation import OF_DISAGGREGATION
 from tests.unit.settings.documented_refusals import (
     BY_DRAFT,
     BY_MODE,
@@ -21,21 +23,27 @@ from tests.unit.settings.documented_refusals import (
     changed,
 )
 
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "compatibility.md"
-ROWS = {**BY_MODE, **OF_SPECULATION, **BY_DRAFT}
+DOCS = Path(__file__).resolve().parents[3] / "docs"
+_SPLIT = "prefill and decode servers: "
+ROWS = {
+    **BY_MODE,
+    **OF_SPECULATION,
+    **BY_DRAFT,
+    **{_SPLIT + name: row for name, row in OF_DISAGGREGATION.items()},
+}
 PHRASES = [(row, phrase) for row in ROWS.values() for phrase in row.phrases]
 
 
-def _part(after: str, before: str) -> str:
+def _part(after: str, before: str, page: str = "compatibility.md") -> str:
     """The text between two lines that stand once."""
-    _, part = PAGE.read_text().split(f"\n{after}\n")
+    _, part = (DOCS / page).read_text().split(f"\n{after}\n")
     return part.split(f"\n{before}\n")[0]
 
 
 def _table(text: str) -> dict[str, str]:
     """The second cells of a table by the first."""
     cells = re.findall(r"^\| (.*?) \| (.*) \|$", text, flags=re.MULTILINE)
-    return {first: second for first, second in cells if (first, second) != ("with", "refused")}
+    return {first: second for first, second in cells if second != "refused"}
 
 
 def _bullets(text: str) -> list[str]:
@@ -47,10 +55,18 @@ def _documented() -> dict[str, str]:
     tables = _table(_part("Besides, by what they are given with:", "### Speculation"))
     tables |= _table(_part("By what drafts:", "## Arguments without"))
     speculation = _part("### Speculation", "By what drafts:").partition("\n\n- ")[2]
-    for bullet in _bullets(f"- {speculation}"):
-        names = [name for name in OF_SPECULATION if bullet.startswith(name)]
-        tables[names[0] if names else bullet] = bullet
-    return tables
+    tables |= _named(_bullets(f"- {speculation}"), OF_SPECULATION)
+    split = _part("## What is refused", "Later in the start:", "disaggregation.md")
+    rows = _table(split) | _named(_bullets(split), OF_DISAGGREGATION)
+    return tables | {_SPLIT + name: says for name, says in rows.items()}
+
+
+def _named(bullets: list[str], rows: Mapping[str, Row]) -> dict[str, str]:
+    """Bullets by the row that each begins with; one that nobody knows by itself."""
+    names = [[name for name in rows if bullet.startswith(name)] for bullet in bullets]
+    return {
+        found[0] if found else bullet: bullet for found, bullet in zip(names, bullets, strict=True)
+    }
 
 
 def _answer(set_up: SetUp, monkeypatch: pytest.MonkeyPatch) -> str:
