@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.disaggregation import is_disaggregated
 from sglang_ext.settings.indexed import KIND as INDEXED
 from sglang_ext.settings.lossless import any_codec, lossy_codec
 from sglang_ext.settings.model_kinds import STATE_KINDS
@@ -137,7 +138,7 @@ def outside_speculation(
 
 def _outside_attention_dp(
     read: Callable[[str], Any], config: HierKVConfig, kind: str, release: str
-) -> Iterator[tuple[str, str]]:
+) -> Iterator[tuple[str, Any]]:
     """What is expected and what came, where groups of ranks run each forward together.
 
     SGLang has a group without requests run idle forwards of model and draft. It gives a draft of
@@ -160,10 +161,8 @@ def _outside_attention_dp(
     if kind in LATENT_KINDS:
         return
     yield f"{NEWEST_RELEASE} {with_groups}", older_release(release)
-    branches = read("speculative_eagle_topk") or 1
-    yield f"--speculative-eagle-topk 1 {with_groups}", f"{branches}" if branches > 1 else ""
-    truncation = "" if config.truncation == "off" else config.truncation
-    yield f"--hier-kv-truncation off {with_groups}", truncation
+    yield f"--speculative-eagle-topk 1 {with_groups}", read("speculative_eagle_topk") or 1
+    yield f"--hier-kv-truncation off {with_groups}", config.truncation
 
 
 def _outside_adaptive(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
@@ -179,7 +178,7 @@ def _outside_adaptive(read: Callable[[str], Any], kind: str) -> Iterator[tuple[s
     yield f"{switch} (where guesses branch)", on((read("speculative_eagle_topk") or 1) > 1)
     yield f"{switch} (with data parallel attention)", on(has_attention_dp(read))
     yield f"{switch} (with window layers or states)", on(kind not in WHOLE_KINDS)
-    is_split = read("disaggregation_mode") not in (None, "null")
+    is_split = is_disaggregated(read("disaggregation_mode"))
     yield f"{switch} (with --disaggregation-mode)", on(is_split)
 
 
@@ -245,7 +244,7 @@ def _outside_trees(
     one = "--speculative-eagle-topk 1"
     if kind != "mha":
         yield f"{one} (more with K and V of every head in every layer)", num_branches
-    if read("disaggregation_mode") not in (None, "null"):
+    if is_disaggregated(read("disaggregation_mode")):
         yield f"{one} (more without --disaggregation-mode)", num_branches
     yield f"{NEWEST_RELEASE} (where guesses branch)", older_release(release)
     backend = _other_backend(read, _BRANCHING)

@@ -19,7 +19,7 @@ from testkit.published_model import class_of_transformers, copy_tokenizer, seede
 
 LAYER_TYPES = ("full_attention", "sliding_attention") * (NUM_LAYERS // 2)
 # How sharp attention is, how much of what is said is the first layer's, and the others'.
-SHARP, FIRST, OTHERS = 3.0, 10.0, 0.03
+_SHARP, _FIRST, _OTHERS = 3.0, 10.0, 0.03
 _INNER = 64
 # Of the Qwen 3, which has K and V of every head in every layer.
 WHOLE_LAYERS = 8
@@ -39,7 +39,7 @@ def write_drafted_oss_model(folder: Path) -> Path:
     config["layer_types"] = list(LAYER_TYPES)
     (folder / "config.json").write_text(json.dumps(config))
     path = folder / "model.safetensors"
-    weights = {name: _changed(name, value) for name, value in load_file(path).items()}
+    weights = {name: changed_weight(name, value) for name, value in load_file(path).items()}
     save_file(weights, path, metadata={"format": "pt"})
     return folder
 
@@ -64,12 +64,12 @@ def write_drafted_qwen_model(folder: Path) -> Path:
         class_of_transformers(_WHOLE)(config).to(torch.bfloat16).save_pretrained(folder)
     copy_tokenizer(folder)
     path = folder / "model.safetensors"
-    weights = {name: _changed(name, value) for name, value in load_file(path).items()}
+    weights = {name: changed_weight(name, value) for name, value in load_file(path).items()}
     embeddings = weights["model.embed_tokens.weight"].float()
     squares = embeddings.square().mean(-1, keepdim=True)
     embeddings = embeddings * (squares + config.rms_norm_eps).rsqrt()
     # Sharp attention would not bear that a norm makes all as long as they are on average without.
-    weights["model.layers.0.self_attn.q_proj.weight"] /= SHARP
+    weights["model.layers.0.self_attn.q_proj.weight"] /= _SHARP
     for part in "qk":
         first = "model.layers.0.self_attn."
         projected = embeddings @ weights[f"{first}{part}_proj.weight"].float().T
@@ -78,20 +78,25 @@ def write_drafted_qwen_model(folder: Path) -> Path:
     return folder
 
 
-def _changed(name: str, value: Any) -> Any:
-    """A weight of the model, such that a layer of Llama computes what its first layer does."""
+def changed_weight(name: str, value: Any) -> Any:
+    """A weight of the model, such that a layer of Llama computes what its first layer does.
+
+    Args:
+        name: the weight's, in a model of text alone.
+        value: as it was drawn.
+    """
     if not name.startswith("model.layers."):
         return value
     is_output = "o_proj" in name or "down_proj" in name
     if not name.startswith("model.layers.0."):
-        return value * OTHERS if is_output else value
+        return value * _OTHERS if is_output else value
     if name.endswith("sinks"):
         return value * 0 - 30.0
     if name.endswith("bias") or "down_proj" in name:
         return value * 0
     if name.endswith("q_proj.weight"):
-        return value * SHARP
-    return value * FIRST if name.endswith("o_proj.weight") else value
+        return value * _SHARP
+    return value * _FIRST if name.endswith("o_proj.weight") else value
 
 
 def write_oss_draft(folder: Path, model: Path) -> Path:

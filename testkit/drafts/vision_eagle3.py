@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from testkit.drafts.eagle3 import FIRST, OTHERS, SHARP, draft_weights, write_eagle3_config
+from testkit.drafts.eagle3 import changed_weight, draft_weights, write_eagle3_config
 from testkit.images.vision_model import write_vision_model
 
 _EMBEDDINGS = "embed_tokens.weight"
@@ -27,8 +27,10 @@ def write_drafted_vision_model(folder: Path) -> Path:
     write_vision_model(folder)
     path = folder / "model.safetensors"
     weights = load_file(path)
-    layers = f"{_root(weights)}layers."
-    changed = {name: _changed(name, value, layers) for name, value in weights.items()}
+    root = _root(weights)
+    changed = {
+        name: changed_weight(name.replace(root, "model."), value) for name, value in weights.items()
+    }
     save_file(changed, path, metadata={"format": "pt"})
     return folder
 
@@ -56,16 +58,3 @@ def write_vision_draft(folder: Path, model: Path) -> Path:
 def _root(weights: dict[str, Any]) -> str:
     """What names of the text's weights begin with."""
     return next(name for name in weights if name.endswith(_EMBEDDINGS)).removesuffix(_EMBEDDINGS)
-
-
-def _changed(name: str, value: Any, layers: str) -> Any:
-    """A weight of the model, such that a layer of Llama computes what its first layer does."""
-    if not name.startswith(layers):
-        return value
-    if not name.startswith(f"{layers}0."):
-        return value * OTHERS if name.endswith(("o_proj.weight", "down_proj.weight")) else value
-    if name.endswith(("bias", "down_proj.weight")):
-        return value * 0
-    if name.endswith("q_proj.weight"):
-        return value * SHARP
-    return value * FIRST if name.endswith("o_proj.weight") else value

@@ -95,7 +95,6 @@ def causal_conv1d_update_cpu(
         for step in range(inputs.shape[-1]):  # the windows overlap in memory
             window = seen[..., step + 1 : step + 1 + num_before]
             intermediate_conv_window[:, step][rows] = window.to(intermediate_conv_window.dtype)
-    # In memory as `x`, too: SGLang takes those of several sequences for what was computed in place.
     return torch.empty_like(x).copy_(_activated(found, activation).reshape(x.shape))
 
 

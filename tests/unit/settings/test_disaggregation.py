@@ -53,11 +53,14 @@ DRAFTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
+with_drafts = pytest.mark.parametrize(
     ("algorithm", "kind"),
     [("EAGLE", "mha"), ("EAGLE3", "mha"), ("EAGLE", "mla"), ("EAGLE", "indexed")],
 )
+
+
+@pytest.mark.parametrize("mode", MODES)
+@with_drafts
 def test_drafts_are_served_where_a_server_of_its_own_would_be(
     mode: str, algorithm: str, kind: str
 ) -> None:
@@ -83,10 +86,7 @@ def test_codecs_that_lose_nothing_are_served(mode: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize(
-    ("algorithm", "kind"),
-    [("EAGLE", "mha"), ("EAGLE3", "mha"), ("EAGLE", "mla"), ("EAGLE", "indexed")],
-)
+@with_drafts
 def test_codecs_that_lose_nothing_are_served_with_drafts(
     mode: str, algorithm: str, kind: str
 ) -> None:
