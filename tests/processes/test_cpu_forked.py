@@ -16,9 +16,9 @@ from bench.faults.inject import Control, environment
 from runtime_cpu import launch
 from runtime_cpu.forked import Nursery, children
 from runtime_cpu.zygote import Children, Zygote
-from testkit.scripts import run_script
 from testkit.server import ROOT
 from testkit.slow import ENV_JITTER, ENV_SPEED_FILE, on_path
+from tests.scripts import run_script
 
 
 def is_forked(tmp_path: Path, variables: dict[str, str], *args: str) -> bool:

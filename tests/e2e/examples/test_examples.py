@@ -22,10 +22,10 @@ import pytest
 from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.remote.router import Router, router_missing
 from testkit.requests import flush_device
-from testkit.scripts import run_script
 from testkit.server import ROOT, Server
 from tests.e2e.hier_server import PAGE, connected, hier_args, settled
 from tests.long_form import FACTOR
+from tests.scripts import run_script
 
 pytestmark = [
     pytest.mark.e2e,

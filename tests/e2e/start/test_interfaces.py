@@ -23,7 +23,6 @@ from sglang_ext.admission.miss_reasons import REASONS
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.values import flag_name
 from testkit.requests import flush_device
-from testkit.scripts import run_script
 from testkit.server import FORK_SERVERS, TINYLM, Leftovers, Server
 from tests.e2e.hier_server import (
     PAGE,
@@ -39,6 +38,7 @@ from tests.e2e.hier_server import (
     tokens_and_logprobs,
 )
 from tests.long_form import FACTOR
+from tests.scripts import run_script
 
 pytestmark = pytest.mark.e2e
 

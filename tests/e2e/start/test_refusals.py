@@ -19,7 +19,6 @@ from testkit.drafts.eagle import DRAFTS, TREES
 from testkit.published_model import TOKENIZER_FILES
 from testkit.rank_requests import ENVIRONMENT
 from testkit.requests import flush_device
-from testkit.scripts import run_script
 from testkit.server import ROOT, TINYLM, Server, ServerError
 from testkit.sglang_copy import TWENTY, SglangCopy
 from tests.e2e.hier_server import (
@@ -34,6 +33,7 @@ from tests.e2e.hier_server import (
     settled,
 )
 from tests.long_form import FACTOR
+from tests.scripts import run_script
 from tests.unit.test_docs_commands import starts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_release]
