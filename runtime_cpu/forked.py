@@ -139,13 +139,29 @@ class Nursery:
             env: its whole environment.
             log: takes stdout and stderr.
         """
-        job = Job(list(args), dict(env), os.getcwd(), children(args, env))
+        return self._ask_for(Job(list(args), dict(env), os.getcwd(), children(args, env)), [log])
+
+    def run_script(
+        self, script: Path, args: Sequence[str], env: Mapping[str, str], *files: IO[bytes]
+    ) -> ForkedServer:
+        """Forks a process for a program that imports SGLang, and may start an `sglang.Engine`.
+
+        Args:
+            script: path of the program.
+            args: its arguments.
+            env: its whole environment.
+            files: its stderr, stdin and stdout.
+        """
+        job = Job(list(args), dict(env), os.getcwd(), children((), env), str(script))
+        return self._ask_for(job, files)
+
+    def _ask_for(self, job: Job, files: Sequence[IO[bytes]]) -> ForkedServer:
         ours, theirs = socket.socketpair()
         with theirs, self._lock:
             socket.send_fds(
                 self._connected(),
                 [json.dumps(asdict(job)).encode()],
-                [log.fileno(), theirs.fileno()],
+                [theirs.fileno(), *(file.fileno() for file in files)],
             )
         return ForkedServer(ours)
 

@@ -12,7 +12,9 @@ end when who asked for them closes its socket, and the zygote when nobody is lef
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -25,10 +27,11 @@ import select
 import signal
 import socket
 import sys
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from setproctitle import getproctitle, setproctitle
 
@@ -59,26 +62,29 @@ PRELOADED = (
 # For each process that one starts, in order, those that this one starts.
 Children = list[Any]
 MAX_MESSAGE_BYTES = 1 << 20
-_MAX_FDS = 64
+_MAX_FDS, _MOST_OF_JOB = 64, 4
 _SPAWNED = "--multiprocessing-fork"
+_PR_SET_THP_DISABLE = 41
 _FIRST_HIGH_FD = 200  # above every descriptor that a server has open when it starts a child
 
 
 @dataclass(frozen=True)
 class Job:
-    """One server.
+    """One server, or another program.
 
     Attributes:
-        argv: arguments behind ``python -m sglang.launch_server``.
+        argv: arguments behind ``python -m sglang.launch_server``, or behind ``python SCRIPT``.
         env: the whole environment.
         cwd: the working directory.
         children: the processes that it will start.
+        script: path of another program; "" for a server.
     """
 
     argv: list[str]
     env: dict[str, str]
     cwd: str
     children: Children
+    script: str = ""
 
 
 class _Child:
@@ -170,23 +176,56 @@ def _use_children(wanted: Children, inbox: socket.socket | None = None) -> None:
     multiprocessing.util.spawnv_passfds = start
 
 
-def _run_server(job: Job, log_fd: int) -> None:
-    """Becomes a server: the rest of this process's life is that of ``sglang.launch_server``."""
+def _run(job: Job, fds: Sequence[int]) -> None:
+    """The rest of this process's life is that of ``sglang.launch_server``, or of a script.
+
+    Args:
+        job: what to run.
+        fds: stderr, and for a script stdin and stdout; a server has nothing to read, and one log.
+    """
     os.setsid()
-    null = os.open(os.devnull, os.O_RDONLY)
-    for fd, target in ((null, 0), (log_fd, 1), (log_fd, 2)):
+    stderr, *others = fds
+    stdin, stdout = others or (os.open(os.devnull, os.O_RDONLY), os.dup(stderr))
+    for fd, target in ((stdin, 0), (stdout, 1), (stderr, 2)):
         os.dup2(fd, target)
-    os.close(null)
-    os.close(log_fd)
+        os.close(fd)
     os.chdir(job.cwd)
     os.environ.clear()
     os.environ.update(job.env)
     _extend_path(job.env.get("PYTHONPATH", ""))
     random.seed()
     _use_children(job.children)
+    if job.script:
+        setproctitle(" ".join([sys.executable, job.script, *job.argv]))
+        sys.argv = [job.script, *job.argv]
+        sys.path.insert(0, os.path.dirname(job.script))
+        _run_script(job.script)
     setproctitle(" ".join([sys.executable, "-m", SERVER_MODULE, *job.argv]))
     sys.argv = [SERVER_MODULE, *job.argv]
     runpy.run_module(SERVER_MODULE, run_name="__main__", alter_sys=True)
+
+
+def _run_script(path: str) -> NoReturn:
+    """Runs a program as ``python PATH`` does, but for its end.
+
+    There an interpreter takes apart what was imported: three seconds of a core, and libraries that
+    count what they leave would count all that is frozen.
+    """
+    code: Any = 0
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+        code = 1
+    atexit._run_exitfuncs()  # with them an engine's processes end
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code or 0)
 
 
 def _extend_path(path: str) -> None:
@@ -200,8 +239,9 @@ class Zygote:
     """Forks a server for each request of its clients, and tells how each ended.
 
     Args:
-        listener: where clients connect; the first one has. A request comes with two descriptors:
-            the server's log, and a socket that is sent the pid first and the exit code last.
+        listener: where clients connect; the first one has. A request comes with descriptors: a
+            socket that is sent the pid first and the exit code last, the server's log, and for a
+            script stdin and stdout.
     """
 
     def __init__(self, listener: socket.socket) -> None:
@@ -209,11 +249,11 @@ class Zygote:
         self._clients: set[socket.socket] = set()
         self._servers: dict[int, Forked] = {}  # by pidfd
 
-    def serve(self) -> tuple[Job, int] | None:
+    def serve(self) -> tuple[Job, list[int]] | None:
         """Serves requests until no client is left.
 
         Returns:
-            In a forked process what it is to run, and the log's descriptor; None in the zygote.
+            In a forked process what it is to run, with its descriptors; None in the zygote.
         """
         while True:
             sources: list[socket.socket | int] = [self._listener, *self._clients, *self._servers]
@@ -228,9 +268,9 @@ class Zygote:
             if not self._clients and not self._servers and self._may_end():
                 return None
 
-    def _answer(self, client: socket.socket) -> tuple[Job, int] | None:
+    def _answer(self, client: socket.socket) -> tuple[Job, list[int]] | None:
         try:
-            data, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, 2)
+            data, fds, _, _ = socket.recv_fds(client, MAX_MESSAGE_BYTES, _MOST_OF_JOB)
         except ConnectionResetError:
             data = b""
         if data:
@@ -252,8 +292,10 @@ class Zygote:
             path.unlink()
         return True
 
-    def _fork(self, job: Job, fds: Sequence[int], client: socket.socket) -> tuple[Job, int] | None:
-        log_fd, status_fd = fds
+    def _fork(
+        self, job: Job, fds: Sequence[int], client: socket.socket
+    ) -> tuple[Job, list[int]] | None:
+        status_fd, *own_fds = fds
         status = socket.socket(fileno=status_fd)
         pid = os.fork()
         if pid == 0:
@@ -262,8 +304,9 @@ class Zygote:
             for pidfd, other in self._servers.items():
                 os.close(pidfd)
                 other.status.close()
-            return job, log_fd
-        os.close(log_fd)
+            return job, own_fds
+        for fd in own_fds:
+            os.close(fd)
         self._servers[os.pidfd_open(pid)] = Forked(pid, status, client)
         _tell(status, {"pid": pid})
         return None
@@ -305,6 +348,7 @@ def _tell(status: socket.socket, message: dict[str, int]) -> None:
 def _load_loops() -> None:
     """Has the compiled loops ready that every scheduler with the plugin would load from disk."""
     import torch
+    from sglang.srt.mem_cache.cpp_utils import native_hash
 
     from sglang_ext.kernels import rope
     from sglang_ext.tiers.host import HostArena
@@ -315,21 +359,35 @@ def _load_loops() -> None:
     settings = PageStoreConfig(placement=PolicyConfig())
     PageStore(HostArena(2, 4096), PageIndex(64), None, settings).close()  # ends its threads
     rope.warm_up(torch.bfloat16)
+    # By SGLang's own loader, which runs the compiler's driver and ninja to see that it is built.
+    with contextlib.suppress(RuntimeError):  # without a compiler each server finds out itself
+        native_hash.get_native_hash([1, 2, 3], None, page_size=1)
+
+
+def _use_small_pages() -> None:
+    """No huge pages in this process and its copies.
+
+    Where a virtual machine's host takes free memory back, each of them costs 2 ms of a core to get
+    again: a quarter of a second for the DRAM of a test's server, ten times as much as small pages.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_THP_DISABLE, 1, 0, 0, 0)
 
 
 def main() -> None:
     """Imports SGLang, then serves; a forked process goes on as a server."""
     listener = socket.socket(fileno=int(sys.argv[1]))
     setproctitle(getproctitle())  # it finds its room only while the environment is untouched
+    _use_small_pages()
     for module in PRELOADED:
         importlib.import_module(module)
     _load_loops()
     index_imported_names()
     gc.collect()
     gc.freeze()  # what was imported is never walked again, so its pages stay shared
+    sys.stdout.flush()  # or each copy would say it once more
     forked = Zygote(listener).serve()
     if forked is not None:
-        _run_server(*forked)
+        _run(*forked)
 
 
 if __name__ == "__main__":

@@ -141,7 +141,7 @@ class Server:
             self._args = ["--model-path", str(model), *self._args]
         self._release = release
         self._device = device
-        self._env = on_path({**_environment(release, device), **(env or {})})
+        self._env = on_path({**server_environment(release, device), **(env or {})})
         self._start_timeout_s = start_timeout_s
         self._stop = stop
         self._progress = progress
@@ -187,7 +187,7 @@ class Server:
     def _launch(self, log: IO[bytes]) -> subprocess.Popen[bytes] | ForkedServer:
         args = [*self._args, *port_of_ranks(self._args)]
         if os.environ.get(FORK_SERVERS) and self._device == "cpu":
-            nursery = _nursery(self._release)
+            nursery = nursery_of(self._release)
             if nursery.can_start(args, self._env):
                 return nursery.start(launch.arguments(args), self._env, log)
         plain = [sys.executable, "-m", "sglang.launch_server", *args]
@@ -454,13 +454,14 @@ class Server:
 
 
 @functools.cache
-def _nursery(release: Path | None) -> Nursery:
+def nursery_of(release: Path | None) -> Nursery:
+    """What forks servers of a release; `FORK_SERVERS` says where."""
     name = f"zygote-{os.getpid()}{f'-{release.name}' if release else ''}.log"
     log_path, folder = ROOT / "build" / "logs" / name, Path(os.environ[FORK_SERVERS])
-    return Nursery(on_path(_environment(release, "cpu")), log_path, folder)
+    return Nursery(on_path(server_environment(release, "cpu")), log_path, folder)
 
 
-def _environment(release: Path | None, device: str) -> dict[str, str]:
+def server_environment(release: Path | None, device: str) -> dict[str, str]:
     """What every server of a release has; another one is found before the installed one."""
     base = dict(os.environ)
     if release is not None:

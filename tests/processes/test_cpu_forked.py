@@ -18,6 +18,7 @@ from runtime_cpu.forked import Nursery, children
 from runtime_cpu.zygote import Children, Zygote
 from testkit.server import ROOT
 from testkit.slow import ENV_JITTER, ENV_SPEED_FILE, on_path
+from tests.scripts import run_script
 
 
 def is_forked(tmp_path: Path, variables: dict[str, str], *args: str) -> bool:
@@ -71,6 +72,30 @@ def test_what_the_import_of_a_model_sets_changes_nothing(tmp_path: Path) -> None
     )
     added = dict(ast.literal_eval(done.stdout.splitlines()[-1]))
     assert is_forked(tmp_path, added), added
+
+
+SCRIPT = """
+import sys
+print(sys.stdin.read(), sys.argv[1:], __name__, "torch" in sys.modules)
+print("said", file=sys.stderr)
+how = sys.argv[1]
+if how == "raises":
+    raise ValueError("of the script")
+sys.exit({"ends": None, "three": 3}.get(how, how))
+"""
+
+
+@pytest.mark.parametrize("how", ["ends", "three", "a sentence", "raises"])
+def test_a_script_in_a_copy_reads_writes_and_ends_as_with_python(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    own, copied = (run_script(script, how, stdin="given", fork=fork) for fork in (False, True))
+    assert own.stdout == f"given ['{how}'] __main__ False\n"
+    assert copied.stdout == own.stdout.replace("False", "True")
+    assert copied.returncode == own.returncode == {"ends": 0, "three": 3}.get(how, 1)
+    lines = own.stderr.splitlines()
+    assert copied.stderr.splitlines()[0] == lines[0] == "said"
+    assert copied.stderr.splitlines()[-1] == lines[-1]
 
 
 ONE: Children = [[]]

@@ -3,15 +3,14 @@
 Two servers with devices that hold a part of each example, and one Redis for both; for SGLang's own
 benchmark one without the plugin, too.
 
-The long form has more chats behind a router, too.
+Those that import SGLang run in copies of a process that has done so. The long form has them as a
+reader has, and more chats behind a router.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
@@ -20,12 +19,13 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from runtime_cpu import launch
 from testkit.remote.redis_server import RedisServer, redis_binary
 from testkit.remote.router import Router, router_missing
 from testkit.requests import flush_device
 from testkit.server import ROOT, Server
 from tests.e2e.hier_server import PAGE, connected, hier_args, settled
+from tests.long_form import FACTOR
+from tests.scripts import run_script
 
 pytestmark = [
     pytest.mark.e2e,
@@ -35,6 +35,7 @@ pytestmark = [
 
 DEVICE_TOKENS = 2560
 NUM_AGENTS = 4
+IMPORT_SGLANG = ("sglang_program.py", "bench_serving.py")
 TIERS = ("device", "host", "disk", "remote")
 SIDES = ("without", "with")  # the plugin
 _LINE = re.compile(
@@ -82,12 +83,8 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Server]]:
 
 def output(example: str, url: str, *args: str) -> str:
     """What an example prints, as a program of its own."""
-    command = [sys.executable, str(ROOT / "examples" / example), "--url", url, *args]
-    # SGLang's benchmark imports what a CPU does not have, as its server does.
-    env = launch.environment()
-    done = subprocess.run(
-        command, capture_output=True, text=True, timeout=300, check=False, env=env
-    )
+    fork = example in IMPORT_SGLANG and not FACTOR
+    done = run_script(ROOT / "examples" / example, "--url", url, *args, timeout_s=300, fork=fork)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,15 +1,14 @@
 """The plugin's ways in and out: flags, YAML, Engine, `sglang serve`, endpoints, metrics.
 
-By default the last of three servers over one folder is started as ever; in the long form by
-`sglang serve`, which is 20 s of a core more.
+By default the last of three servers over one folder is started as ever, and the engine runs in a
+copy of the process that forks servers; in the long form the one is started by `sglang serve`, and
+the other one by Python, which is 20 s of a core more for each.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
-import subprocess
 import sys
 import time
 from dataclasses import dataclass, field
@@ -24,7 +23,7 @@ from sglang_ext.admission.miss_reasons import REASONS
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.values import flag_name
 from testkit.requests import flush_device
-from testkit.server import FORK_SERVERS, ROOT, TINYLM, Leftovers, Server
+from testkit.server import FORK_SERVERS, TINYLM, Leftovers, Server
 from tests.e2e.hier_server import (
     PAGE,
     ask,
@@ -39,6 +38,7 @@ from tests.e2e.hier_server import (
     tokens_and_logprobs,
 )
 from tests.long_form import FACTOR
+from tests.scripts import run_script
 
 pytestmark = pytest.mark.e2e
 
@@ -350,16 +350,8 @@ def test_engine_reuses_what_its_pool_evicted(tmp_path: Path) -> None:
     prompts = list(real_prompts([900] * 5, seed=7))  # two fit into the pool
     script = tmp_path / "engine.py"
     script.write_text(ENGINE)
-    done = subprocess.run(
-        [sys.executable, str(script), str(tmp_path), str(TINYLM)],
-        input=json.dumps(prompts),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=launch.environment({**os.environ, "PYTHONUNBUFFERED": "1"}),
-        timeout=600,
-        check=False,
-    )
+    prompt_ids, fork = json.dumps(prompts), not FACTOR
+    done = run_script(script, str(tmp_path), str(TINYLM), stdin=prompt_ids, fork=fork)
     assert done.returncode == 0, done.stderr[-4000:]
     found = json.loads(done.stdout.splitlines()[-1])
     alone, unknown, bad = found["errors"]

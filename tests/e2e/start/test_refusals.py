@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from runtime_cpu import launch
 from sglang_ext.codec.calibration.calibrate import profile_from_planes
 from sglang_ext.codec.calibration.hf_capture import float_to_bits
 from sglang_ext.codec.calibration.options import CalibrationOptions
@@ -36,6 +32,8 @@ from tests.e2e.hier_server import (
     real_prompts,
     settled,
 )
+from tests.long_form import FACTOR
+from tests.scripts import run_script
 from tests.unit.test_docs_commands import starts
 
 pytestmark = [pytest.mark.e2e, pytest.mark.newest_release]
@@ -502,16 +500,8 @@ def parsed(folder: Path) -> Parsed:
     for number, start in enumerate(starts()):
         cases[f"shown: {number}"] = {"argv": as_here(start.words, folder)}
     text = json.dumps(list(cases.values())).replace("@/", f"{folder}/")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.e2e.start.parse_probe"],
-        input=text,
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env=launch.environment(),
-        timeout=600,
-        check=False,
-    )
+    probe = ROOT / "tests" / "e2e" / "start" / "parse_probe.py"
+    done = run_script(probe, stdin=text, fork=not FACTOR)
     assert done.returncode == 0, done.stderr[-4000:]
     return dict(zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True))
 
@@ -660,14 +650,21 @@ def test_the_switch_changes_three_arguments_and_no_switch_changes_none(parsed: P
 
 def start_fails(
     args: list[str], log: Path, model: Path | None = TINYLM, env: Mapping[str, str] | None = None
-) -> tuple[str, int, float]:
-    """Starts a server that must not start: its log, exit code, and seconds to its end."""
-    server = Server(args, model=model, log_path=log, start_timeout_s=300, env=env)
-    with pytest.raises(ServerError, match="ended with") as caught, server:
-        pass
+) -> tuple[str, int]:
+    """Starts a server that must not start: its log and exit code."""
+    return end_of(Server(args, model=model, log_path=log, start_timeout_s=300, env=env).start())
+
+
+def end_of(server: Server) -> tuple[str, int]:
+    """Waits for the end of a server that was started and must not come up: its log, exit code."""
+    try:
+        with pytest.raises(ServerError, match="ended with") as caught:
+            server.wait_ready()
+    finally:
+        server.kill()
     code = int(str(caught.value).partition("ended with ")[2].split()[0])
     assert not server.tree(), "processes stayed behind"
-    return server.log(), code, time.monotonic()
+    return server.log(), code
 
 
 def sentences(log: str) -> list[str]:
@@ -679,7 +676,7 @@ def sentences(log: str) -> list[str]:
 
 def test_a_refused_argument_ends_the_real_command(tmp_path: Path) -> None:
     args = ["--enable-hier-kv", *SMALL, "--disable-radix-cache"]
-    log, code, _ = start_fails(args, tmp_path / "server.log")
+    log, code = start_fails(args, tmp_path / "server.log")
     assert code == 1
     found = sentences(log)
     assert len(found) == 1
@@ -693,7 +690,7 @@ def test_a_sliding_window_model_is_refused_with_a_codec_that_loses_something(
     model = make_model(tmp_path / "model", **WINDOWS)
     args = ["--enable-hier-kv", *SMALL, "--load-format", "dummy", "--max-total-tokens", "4096"]
     args += ["--hier-kv-codec", "host=hier"]
-    log, code, _ = start_fails(args, tmp_path / "server.log", model)
+    log, code = start_fails(args, tmp_path / "server.log", model)
     assert code != 0
     found = sentences(log)
     assert found, log[-4000:]
@@ -711,7 +708,7 @@ def test_heads_that_data_parallel_attention_does_not_spread_are_refused_before_w
     )  # fmt: skip
     args = ["--enable-hier-kv", *SMALL, "--load-format", "dummy", "--max-total-tokens", "4096"]
     args += ["--tp-size", "2", "--attn-dp-size", "2"]
-    log, code, _ = start_fails(args, tmp_path / "server.log", model, ENVIRONMENT)
+    log, code = start_fails(args, tmp_path / "server.log", model, ENVIRONMENT)
     assert code != 0
     found = sentences(log)
     assert found, log[-4000:]
@@ -724,7 +721,7 @@ def test_heads_that_data_parallel_attention_does_not_spread_are_refused_before_w
 
 def test_dram_without_room_for_two_pages_is_refused_before_weights_load(tmp_path: Path) -> None:
     args = ["--enable-hier-kv", "--hier-kv-host-size", "0.0004", "--max-total-tokens", "4096"]
-    log, code, _ = start_fails(args, tmp_path / "server.log")
+    log, code = start_fails(args, tmp_path / "server.log")
     assert code != 0
     assert sentences(log), log[-4000:]
     assert f"must hold at least 2 pages of {SLOT_BYTES} bytes a rank" in sentences(log)[-1]
@@ -740,7 +737,7 @@ def test_a_profile_of_another_model_is_refused_before_weights_load(tmp_path: Pat
     profile.save(tmp_path / "other.hkp")
     args = ["--enable-hier-kv", *SMALL, "--hier-kv-disk-dir", str(tmp_path / "disk")]
     args += ["--hier-kv-codec", "hier", "--hier-kv-profile", str(tmp_path / "other.hkp")]
-    log, code, _ = start_fails([*args, "--max-total-tokens", "4096"], tmp_path / "server.log")
+    log, code = start_fails([*args, "--max-total-tokens", "4096"], tmp_path / "server.log")
     assert code != 0
     assert sentences(log), log[-4000:]
     assert "--hier-kv-codec hier: " in sentences(log)[-1]
@@ -749,7 +746,7 @@ def test_a_profile_of_another_model_is_refused_before_weights_load(tmp_path: Pat
 
 def test_a_disk_too_small_for_two_segments_is_refused(tmp_path: Path) -> None:
     args = ["--enable-hier-kv", *SMALL, "--hier-kv-disk-dir", str(tmp_path / "disk")]
-    log, code, _ = start_fails([*args, "--hier-kv-disk-size", "0.001"], tmp_path / "server.log")
+    log, code = start_fails([*args, "--hier-kv-disk-size", "0.001"], tmp_path / "server.log")
     assert code != 0
     found = sentences(log)
     assert found, log[-4000:]
@@ -757,9 +754,23 @@ def test_a_disk_too_small_for_two_segments_is_refused(tmp_path: Path) -> None:
     assert "two segments" in found[-1] or "two small segments" in found[-1]
 
 
+class Full(NamedTuple):
+    """A server whose disk folder lies on a file system below its free-space floor.
+
+    Attributes:
+        server: it.
+        folder: with the disk's, and logs.
+        second: started over the same disk folder; it waits 10 s for the first to end, and ends.
+    """
+
+    server: Server
+    folder: Path
+    second: Server
+
+
 @pytest.fixture(scope="module")
-def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Path]]:
-    """A server whose disk folder lies on a file system below its free-space floor."""
+def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Full]:
+    """The second server waits while the first one serves."""
     folder = tmp_path_factory.mktemp("floor")
     (folder / "other files").write_bytes(os.urandom(4 << 20))  # or a new file system may be empty
     status = os.statvfs(folder)
@@ -768,7 +779,13 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Server, Pat
     args = [*hier_args(folder, host_pages=60), "--max-total-tokens", "8192"]
     args += ["--hier-kv-disk-free-floor", f"{floor_gb:.4f}"]
     with Server(args, log_path=folder / "server.log", stop="kill") as server:
-        yield server, folder
+        args = ["--enable-hier-kv", *SMALL, "--hier-kv-disk-dir", str(folder / "disk")]
+        args += ["--max-total-tokens", "4096"]
+        second = Server(args, log_path=folder / "second.log", stop="kill", start_timeout_s=300)
+        try:
+            yield Full(server, folder, second.start())
+        finally:
+            second.kill()
 
 
 def churn(server: Server) -> dict[str, Any]:
@@ -788,22 +805,19 @@ def churn(server: Server) -> dict[str, Any]:
     return found
 
 
-def test_below_the_free_space_floor_it_serves_and_counts(full: tuple[Server, Path]) -> None:
-    server, folder = full
-    found = churn(server)
+def test_below_the_free_space_floor_it_serves_and_counts(full: Full) -> None:
+    found = churn(full.server)
     assert found["disk"]["dropped"]["full"] > 0
     assert found["disk"]["records_written"] == 0
     assert found["host"]["evicted_pages"] > 0, "DRAM must not fill with pages the disk refuses"
     assert found["host"].get("save_dropped_pages", 0) == 0
     assert found["host"]["host_pages"] <= 60
-    assert not list((folder / "disk").rglob("seg-*"))
+    assert not list((full.folder / "disk").rglob("seg-*"))
 
 
-def test_a_folder_of_another_live_server_is_refused(full: tuple[Server, Path]) -> None:
-    server, folder = full
-    args = ["--enable-hier-kv", *SMALL, "--hier-kv-disk-dir", str(folder / "disk")]
-    args += ["--max-total-tokens", "4096"]
-    log, code, _ = start_fails(args, folder / "second.log")
+def test_a_folder_of_another_live_server_is_refused(full: Full) -> None:
+    server = full.server
+    log, code = end_of(full.second)
     assert code != 0
     found = sentences(log)
     assert found, log[-4000:]
