@@ -34,6 +34,7 @@ pytestmark = pytest.mark.usefixtures("quiet")
 
 LOADS = count(1, 40)  # in each world
 REMOTE_LOADS = count(1, 15)  # where a store swaps parts, or does not answer, fewer are resumed
+ROTTING_LOADS = count(1, 4)  # four ranks have to find each body whole
 SEEDS = count(1, 3)
 NUM_PROMPTS = count(12, 200)  # of each seed, of which a stage loses something
 
@@ -74,6 +75,13 @@ CASES: dict[str, tuple[Any, dict[str, Any], list[dict[str, Any]]]] = {
 }  # fmt: skip
 
 
+def num_loads_of(kind: Any, options: dict[str, Any]) -> int:
+    """How many prompts are to be resumed in each world."""
+    if kind is StateRank:
+        return LOADS
+    return ROTTING_LOADS if options["behaviour"].get("rots") else REMOTE_LOADS
+
+
 def num_stages_of(own: list[dict[str, Any]]) -> int:
     """P."""
     layers: StageLayers = own[0]["layers"]
@@ -92,8 +100,7 @@ def test_stages_decide_alike_in_steps_that_lie_apart(
     kind, options, own = CASES[name]
     ranks = run_alike(
         kind, tmp_path, monkeypatch, seed=seed, own=own,
-        num_loads=LOADS if kind is StateRank else REMOTE_LOADS,
-        num_stages=num_stages_of(own), **options,
+        num_loads=num_loads_of(kind, options), num_stages=num_stages_of(own), **options,
     )  # fmt: skip
     print(name, seed, ranks[0].counts, [rank.num_lost for rank in ranks])
     if "coded" not in options:  # whose pages are so large that any state is of one part
