@@ -58,14 +58,15 @@ def _doctor(chosen: argparse.Namespace) -> int:
     from sglang_ext.assembly.doctor.checks import check_sglang
 
     checks = [check_sglang(Path(chosen.contract))] if chosen.contract else _look(chosen)
+    steps = [] if chosen.contract else next_steps(chosen, checks)
     if chosen.json:
-        say_json([asdict(check) for check in checks])
+        say_json({"checks": [asdict(check) for check in checks], "next": steps})
     else:
         for check in checks:
             details = (f"    {line}" for line in check.details)
             say(f"{check.name}: {check.state}. {check.text}", *details)
-        if not chosen.contract:
-            say("next:", *(f"  {line}" for line in next_steps(chosen, checks)))
+        if steps:
+            say("next:", *(f"  {line}" for line in steps))
     return int(any(check.state == "refused" for check in checks))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from sglang_ext.settings.speculation import EAGLE
+from sglang_ext.settings.speculation import EAGLE, answers_guesses
 from sglang_ext.settings.untried import has_attention_dp
 
 # Models of which they are: their tokens see what is before them and no more, and an image is to
@@ -61,7 +61,9 @@ def why_not_images(args: Any, architecture: str, keeps: str) -> str:
         return "adapters"
     if args.speculative_algorithm not in (None, *_DRAFTS.get(keeps, ())):
         return f"drafts of {args.speculative_algorithm}"
-    if _answers_guesses(args):
+    # Where a chunk of a prompt ended in front of an image, SGLang gave the draft another token than
+    # the next one. That row would decide answers then, and a page's name does not tell of it.
+    if answers_guesses(partial(getattr, args)):
         return "--speculative-accept-threshold-single or -acc below 1"
     if args.disaggregation_mode != "null":
         return "prefill and decode servers"
@@ -82,18 +84,6 @@ def why_not_images(args: Any, architecture: str, keeps: str) -> str:
     if getattr(args, "rl_on_policy_target", None) is not None:
         return "--rl-on-policy-target"
     return ""
-
-
-def _answers_guesses(args: Any) -> bool:
-    """Whether draft tokens are answered that the model itself might not have said.
-
-    Where a chunk of a prompt ended in front of an image, SGLang gave the draft another token than
-    the next one. That row would decide answers then, and a page's name does not tell of it.
-    """
-    if args.speculative_algorithm is None:
-        return False
-    thresholds = (args.speculative_accept_threshold_single, args.speculative_accept_threshold_acc)
-    return any(threshold < 1 for threshold in thresholds)
 
 
 def image_facts(args: Any, architecture: str) -> str:

@@ -35,6 +35,7 @@ from sglang_ext.settings.speculation import (
     WITHOUT_SPECULATION,
     outside_branched_windows,
     outside_branches,
+    outside_changes,
     outside_rows,
     outside_speculation,
 )
@@ -206,6 +207,18 @@ def check_kind(name: str) -> None:
     kind = MODEL_KINDS[name]
     if not kind.is_served:
         _refuse(kind.expected, kind.found, kind.advice)
+
+
+def check_changes(read: Callable[[str], Any], kind: str, *, stores_images: bool) -> None:
+    """Refuses what SGLang would change on a running server, where a start would not have had it.
+
+    Args:
+        read: one of SGLang's arguments by its name, as it would be then.
+        kind: of the model, a key of `MODEL_KINDS`.
+        stores_images: the server stores prompts with images.
+    """
+    for expected, found in outside_changes(read, kind, stores_images=stores_images):
+        _refuse(expected, found, "leave it as it is, or start a server with it")
 
 
 def check_branches(read: Callable[[str], Any], kind: str) -> None:

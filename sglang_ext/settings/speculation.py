@@ -78,6 +78,8 @@ _ONE_LAYER = (
     "layers is of guesses, the wrong ones, too)"
 )
 _NO_BACKEND = "none"
+# Which guesses are taken for right; SGLang's POST /set_internal_state changes them.
+_THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
 _IN = " in "  # in front of a dtype
 WITHOUT_SPECULATION = "change it or leave --speculative-algorithm out"
 
@@ -325,12 +327,7 @@ def _outside_states(
     yield f"its own draft layer ({own_layer})", f"a draft of {draft}" if is_other else ""
     # A state would lag behind the tokens that were verified, which lie in a ring.
     yield "no --enable-linear-replayssm-spec", on(read("enable_linear_replayssm_spec"))
-    # Keys are of tokens, so a page's last row of the draft may have seen another token than the
-    # next one. With less a guess may be answered that the model itself would not have said.
-    for name in ("single", "acc"):
-        threshold = read(f"speculative_accept_threshold_{name}")
-        if threshold is not None:
-            yield f"--speculative-accept-threshold-{name} 1.0", f"{float(threshold)}"
+    yield from _of_thresholds(read)
     # With more, two verifications in turn may each end behind a place for a state, and with overlap
     # scheduling the second would write its own where the first one's is.
     num_guesses, most = read("speculative_num_draft_tokens") or 1, _most_guesses(read)
@@ -338,6 +335,55 @@ def _outside_states(
         f"--speculative-num-draft-tokens of at most {most}",
         str(num_guesses) if num_guesses > most else "",
     )
+
+
+def _of_thresholds(read: Callable[[str], Any]) -> Iterator[tuple[str, str]]:
+    """What was not tried of which guesses are taken for right, of a model with states.
+
+    Keys are of tokens, so a page's last row of the draft may have seen another token than the next
+    one. With less a guess may be answered that the model itself would not have said.
+    """
+    for name in _THRESHOLDS:
+        threshold = read(name)
+        if threshold is not None:
+            yield f"--{name.replace('_', '-')} 1.0", f"{float(threshold)}"
+
+
+def answers_guesses(read: Callable[[str], Any]) -> bool:
+    """Whether draft tokens are answered that the model itself might not have said.
+
+    Args:
+        read: an argument's value by its name, as SGLang resolved it.
+    """
+    if read("speculative_algorithm") is None:
+        return False
+    return any(not read(name) >= 1 for name in _THRESHOLDS)
+
+
+def outside_changes(
+    read: Callable[[str], Any], kind: str, *, stores_images: bool
+) -> Iterator[tuple[str, str]]:
+    """What is expected and what came, of what SGLang lets an operator change on a running server.
+
+    Args:
+        read: an argument's value by its name, as it would be then.
+        kind: of the model, a key of ``MODEL_KINDS``.
+        stores_images: the server stores prompts with images, by names that would not tell of it.
+    """
+    algorithm = read("speculative_algorithm")
+    if algorithm is None:
+        return
+    found: list[tuple[str, str]] = []
+    if kind == STATE_KINDS[0] and algorithm == EAGLE:
+        found += _of_thresholds(read)
+    if stores_images and answers_guesses(read):
+        where = "(on a server that stores prompts with images)"
+        found += [
+            (f"--{name.replace('_', '-')} of at least 1.0 {where}", f"{float(read(name))}")
+            for name in _THRESHOLDS
+            if not read(name) >= 1
+        ]
+    yield from outside(found, f"with --speculative-algorithm {algorithm}")
 
 
 def _most_guesses(read: Callable[[str], Any]) -> int:

@@ -28,11 +28,12 @@ TIER_IMPORTS = {
     "xxhash",
     "zstandard",
 }
-# SGLang brings prometheus_client, pydantic for its answers, and transformers for calibration.
+# SGLang brings fastapi and pydantic for its answers, prometheus_client, and transformers for
+# calibration.
 PLUGIN_IMPORTS = {
     *KERNEL_IMPORTS,
     *TIER_IMPORTS,
-    *("packaging", "prometheus_client", "pydantic", "transformers"),
+    *("fastapi", "packaging", "prometheus_client", "pydantic", "transformers"),
 }
 
 # The modules of the seam that import sglang; none outside does.
@@ -40,12 +41,13 @@ SGLANG_MODULES = {
     "seam/cache",
     "seam/expected_pages",
     "seam/hash_fallback",
+    "seam/hooks/admin/changes",
     "seam/hooks/disaggregation",
     "seam/hooks/hooking",
     "seam/hooks/loaded_models",
     "seam/hooks/resolution",
     "seam/hooks/scheduler",
-    "seam/hooks/steering_endpoint",
+    "seam/hooks/admin/steering_endpoint",
     "seam/kv_events",
     "seam/linker",
     "seam/media/page_digests",

@@ -82,7 +82,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         ("srt.managers.schedule_policy", "PrefillAdder"): "preempt_to_schedule",
         (f"{_PARTS}.output_streamer", "SchedulerOutputStreamer"): "get_cached_tokens_details",
-        (f"{_PARTS}.internal_state", "SchedulerInternalStateController"): "get_internal_state",
+        (f"{_PARTS}.internal_state", "SchedulerInternalStateController"): (
+            "get_internal_state set_internal_state"
+        ),
         (f"{_PARTS}.weight_updater", "SchedulerWeightUpdaterManager"): (
             "update_weights_from_disk update_weights_from_distributed update_weights_from_tensor "
             "update_weights_from_ipc begin_weight_update end_weight_update "
@@ -121,7 +123,9 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ("srt.mem_cache.utils", ""): "get_storage_hash_str",
         ("srt.mem_cache.cpp_utils.native_hash", ""): "get_native_hash _native_hash_input",
         # How the front process asks all schedulers for their state; ours gives the request an id.
-        ("srt.managers.tokenizer_control_mixin", "TokenizerControlMixin"): "get_internal_state",
+        ("srt.managers.tokenizer_control_mixin", "TokenizerControlMixin"): (
+            "get_internal_state set_internal_state"
+        ),
         # When the switches that are set after the scheduler is built have SGLang ask the cache.
         # And that who made others give way is asked next whether it may run.
         (_SCHEDULER, "Scheduler"): "_prefetch_kvcache is_fully_idle _get_new_batch_prefill_raw",
@@ -286,8 +290,10 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         ),
         ("srt.entrypoints.http_server", ""): "app",
         ("srt.utils.auth", "AuthLevel"): "ADMIN_OPTIONAL",
-        ("srt.managers.io_struct", ""): "GetInternalStateReq",
+        ("srt.managers.io_struct", ""): "GetInternalStateReq SetInternalStateReqOutput",
         ("srt.managers.io_struct", "GetInternalStateReqOutput"): "internal_state",
+        ("srt.managers.io_struct", "SetInternalStateReq"): "server_args",
+        ("srt.managers.io_struct", "SetInternalStateReqOutput"): "updated",
         ("srt.managers.io_struct", "GenerateReqInput"): "parallel_sample_num mm_hashes",
         ("srt.managers.io_struct", "TokenizedGenerateReqInput"): "mm_inputs",
         ("srt.managers.schedule_batch", "MultimodalDataItem"): (

@@ -14,12 +14,13 @@ from sglang_ext.provenance.miss_counts import told
 from sglang_ext.provenance.request_state import find_state, wants_exact
 from sglang_ext.ranks.lockstep import Lockstep
 from sglang_ext.seam.cache import HierKVRadixCache
+from sglang_ext.seam.hooks.admin.changes import register_change_hooks
+from sglang_ext.seam.hooks.admin.steering_endpoint import CARRIER
+from sglang_ext.seam.hooks.admin.steering_scheduler import steer
 from sglang_ext.seam.hooks.disaggregation import check_transfer, register_disaggregation_hooks
 from sglang_ext.seam.hooks.hooking import check_hooks, hook
 from sglang_ext.seam.hooks.loaded_models import register_model_hooks
 from sglang_ext.seam.hooks.request_observers import request_observers
-from sglang_ext.seam.hooks.steering_endpoint import CARRIER
-from sglang_ext.seam.hooks.steering_scheduler import steer
 from sglang_ext.seam.hooks.truncation import build_truncator, register_truncation_hooks
 from sglang_ext.seam.hooks.weights import register_weight_hooks
 from sglang_ext.seam.reuse_report import DETAILS_KEY, pack_details, pack_quality
@@ -82,6 +83,7 @@ def register_scheduler_hooks(
     register_model_hooks(check_before_weights)
     register_disaggregation_hooks()
     register_weight_hooks()
+    register_change_hooks()
     register_truncation_hooks()
 
 

@@ -92,6 +92,11 @@ class MediaRequests:
             logger.warning("hier-kv: requests with images are no longer stored: %s", reason)
             self._why_not = reason
 
+    @property
+    def stores_images(self) -> bool:
+        """Whether there may be pages that go by images, stored or on the device."""
+        return self._has_named
+
     def allows(self, req: Any) -> bool:
         """Whether a request's images, if it has any, may still be named: the end came before it."""
         return not images_of(req) or not self._why_not

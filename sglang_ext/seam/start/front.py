@@ -16,6 +16,7 @@ logger = logging.getLogger(__name__)
 _SERVER_ARGS = "sglang.srt.server_args.ServerArgs"
 _SCHEDULER = "sglang.srt.managers.scheduler"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
+_CONTROL = "sglang.srt.managers.tokenizer_control_mixin.TokenizerControlMixin"
 _ENGINE = "sglang.srt.entrypoints.engine"
 _HTTP_SERVER = "sglang.srt.entrypoints.http_server"
 _OPENAI = "sglang.srt.entrypoints.openai"
@@ -106,6 +107,7 @@ def hook_tokenizer_manager() -> None:
     Raises:
         HierKVConfigError: a hook is not in place.
     """
+    from sglang_ext.seam.hooks.admin.refused_changes import around_asking
     from sglang_ext.seam.hooks.answers import around_generate
     from sglang_ext.seam.hooks.early_aborts import (
         around_sending,
@@ -125,16 +127,17 @@ def hook_tokenizer_manager() -> None:
     hook(f"{_TOKENIZER}._send_batch_request", around_sending_batch, "around")
     hook(f"{_TOKENIZER}.abort_request", before_abort, "before")
     hook(f"{_TOKENIZER}.generate_request", around_generate, "around")
+    hook(f"{_CONTROL}.set_internal_state", around_asking, "around")
     hook(f"{_TOKENIZER}.__init__", _after_tokenizer_manager)
     apply_hooks()
 
 
 def _after_tokenizer_manager(result: Any, self: Any, *args: Any, **kwargs: Any) -> None:
     """The HTTP server, if there is one, is imported by now and does not serve yet."""
+    from sglang_ext.seam.hooks.admin.steering_endpoint import add_steering
     from sglang_ext.seam.hooks.answers import add_reports
     from sglang_ext.seam.hooks.front import before_rendering, bound_bodies
     from sglang_ext.seam.hooks.hooking import apply_hooks, hook
-    from sglang_ext.seam.hooks.steering_endpoint import add_steering
 
     server = sys.modules.get(_HTTP_SERVER)
     if server is None or getattr(self.server_args, "_hier_kv", None) is None:

@@ -6,9 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from sglang_ext.tiers.records.record import parse_header
 from testkit.requests import flush_device
-from testkit.server import Server
+from testkit.server import Server, ServerError
 from tests.e2e.drafts.test_speculation import assert_same, guesses, records
 from tests.e2e.hier_server import by_tier, settled
 
@@ -41,6 +43,20 @@ def check_restored(found: Answers, hits: Answers, tier: str) -> None:
     reused = [by_tier(answer)["device"] for answer in hits]
     assert [by_tier(answer)[tier] for answer in found][::2] == reused[::2]
     check_same(found, hits)
+
+
+def check_thresholds_stay(server: Server) -> None:
+    """Its administrator is told why the thresholds of guesses are not lowered, and they are not."""
+    threshold = "speculative_accept_threshold_acc"
+    change = {"pp_max_micro_batch_size": 3, threshold: 0.5}
+    refusal = "--enable-hier-kv needs --speculative-accept-threshold-acc .*, got 0.5; leave it"
+    with pytest.raises(ServerError, match=refusal) as refused:
+        server.post("/set_internal_state", {"server_args": change})
+    assert refused.value.status == 400
+    [state] = server.get("/server_info")["internal_states"]
+    assert state[threshold] == 1.0
+    assert state["pp_max_micro_batch_size"] != 3
+    assert server.post("/set_internal_state", {"server_args": {threshold: 1.0}}) == [True]
 
 
 def codecs_on_disk(folder: Path) -> set[str]:

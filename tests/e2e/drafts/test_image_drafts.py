@@ -18,6 +18,7 @@ from testkit.drafts.vision_eagle3 import write_drafted_vision_model, write_visio
 from testkit.images.vision_model import NUM_LAYERS
 from testkit.server import Server
 from tests.e2e.drafts import image_guesses
+from tests.e2e.drafts.restored import check_thresholds_stay
 from tests.e2e.drafts.test_speculation import lose_part, records, share
 from tests.e2e.hier_server import settled
 from tests.e2e.images.image_prompts import BASE, LARGE, PAGE, PLUGIN
@@ -67,6 +68,7 @@ def test_images_come_back_with_the_rows_of_a_draft(
     write_drafted_vision_model(tmp_path / "model")
     write_vision_draft(tmp_path / "draft", tmp_path / "model")
     with server_of(tmp_path, guesses) as server:
+        check_thresholds_stay(server)
         images = image_guesses.device_hits(server, tmp_path / "disk", ANSWER)
         drop_device(server)
         images.check(server, "host")

@@ -29,7 +29,7 @@ from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.drafts import image_guesses
-from tests.e2e.drafts.restored import check_same, codecs_on_disk
+from tests.e2e.drafts.restored import check_same, check_thresholds_stay, codecs_on_disk
 from tests.e2e.drafts.test_speculation import (
     lose_part,
     page_keys,
@@ -215,6 +215,7 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(name: str, tmp_pat
     setup = Setup(name, tmp_path)
     with setup.server() as server:
         connected(server)
+        check_thresholds_stay(server)
         told = from_device_and_dram(setup, server)
     second, hits, more_hits, images = told
     assert min(share(hits), share(more_hits)) > LEAST

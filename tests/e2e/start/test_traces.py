@@ -23,6 +23,7 @@ from tests.e2e.hier_server import (
     settled,
     state,
 )
+from tests.e2e.updates.weight_models import noisy, variant
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -154,3 +155,19 @@ def test_a_prompt_that_left_the_disk_says_so(server: Server, collector: TraceCol
     wanted = {"evicted_disk_tokens": PAGES * PAGE, "first_reason": "evicted_disk"}
     assert told(trace, MISSED) == wanted
     assert named(trace, "hier_kv.wait") + named(trace, "hier_kv.load") == []
+
+
+def test_a_prompt_that_is_stored_for_other_weights_says_so(
+    server: Server, collector: TraceCollector, folder: Path
+) -> None:
+    """Comes last, as it changes the server's."""
+    (prompt,) = real_prompts([PAGES * PAGE + 20], seed=5)
+    ask(server, prompt)
+    settled(server)
+    other = variant(folder / "other", noisy(5))
+    assert server.post("/update_weights_from_disk", {"model_path": str(other)})["success"]
+    ask(server, prompt, rid="changed")
+    trace = collector.trace_of("changed")
+    assert told(trace, REUSED) == reused()
+    wanted = {"other_namespace_tokens": PAGES * PAGE, "first_reason": "other_namespace"}
+    assert told(trace, MISSED) == wanted

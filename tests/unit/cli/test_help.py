@@ -125,14 +125,16 @@ def test_keygen_names_its_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_doctor_says_what_to_install_and_looks_at_the_rest() -> None:
     done = alone("doctor", "--json", "--hier-kv-host-size", "0.01")
     assert done.returncode == 1, done.stderr
-    sglang, *others = json.loads(done.stdout)
+    told = json.loads(done.stdout)
+    sglang, *others = told["checks"]
     assert sglang["state"] == "refused"
     assert "pip install 'sglang-hier-kv[sglang]'" in sglang["text"]
     assert [(each["name"], each["state"]) for each in others if each["name"] == "settings"] == [
         ("settings", "ok")
     ]
+    assert told["next"] == ["# mend what is refused above (sglang), and look again"]
     done = alone("doctor", "--hier-kv-host-size", "0.01")
-    assert "next:\n  # mend what is refused above (sglang), and look again\n" in done.stdout
+    assert f"next:\n  {told['next'][0]}\n" in done.stdout
 
 
 def test_calibrate_says_what_to_install(tmp_path: Path) -> None:

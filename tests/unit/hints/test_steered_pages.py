@@ -39,7 +39,7 @@ def _cache(rig: Rig, room: WaitingRoom) -> Any:
 
 def test_what_is_said_with_a_prefetch_holds_when_the_pages_are_there(make: Make) -> None:
     inprocess.prepare()
-    from sglang_ext.seam.hooks.steering_scheduler import steer
+    from sglang_ext.seam.hooks.admin.steering_scheduler import steer
     from sglang_ext.seam.page_hash import hashes_of, whole_pages_key
 
     rig = make(slots=30, lookahead=True, pin_share=0.5)

@@ -17,7 +17,7 @@ from runtime_cpu import inprocess
 from sglang_ext.cli import steer as command
 from sglang_ext.hints.request_hints import RequestHints
 from sglang_ext.hints.steering_request import Steering, from_text, parse_body, to_text
-from sglang_ext.seam.hooks.steering_endpoint import CARRIER, PATH, add_steering, answer_to
+from sglang_ext.seam.hooks.admin.steering_endpoint import CARRIER, PATH, add_steering, answer_to
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,7 @@ NOT_IN_A_FILE = {
     "padding_values": "not in 0.5.22, and asked for behind `identity`, looked for with a default",
     "router": "of starlette's applications, set in them",
     "routes": "of starlette's routers",
+    "set_internal_state_communicator": "named by a table, called by what is followed",
     "set_identity": "not in 0.5.22, and looked for with a default",
     "user_middleware": "of starlette's applications, set in them",
 }

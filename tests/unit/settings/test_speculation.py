@@ -9,7 +9,13 @@ import pytest
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
-from sglang_ext.settings.refusals import Resolved, check_branches, check_keys, check_resolved
+from sglang_ext.settings.refusals import (
+    Resolved,
+    check_branches,
+    check_changes,
+    check_keys,
+    check_resolved,
+)
 from sglang_ext.settings.speculation import DRAFTED_HYBRIDS, WINDOW_TARGETS
 
 CHAINS: dict[str, Any] = {"speculative_eagle_topk": 1, "speculative_num_steps": 3}
@@ -499,3 +505,38 @@ def test_a_tree_with_other_keys_is_refused(algorithm: str, are_pairs: bool, expe
     check_keys(algorithm, are_pairs=False, has_states=True)
     with pytest.raises(HierKVConfigError, match=f"{expected} with --speculative-algorithm"):
         check_keys(algorithm, are_pairs=are_pairs)
+
+
+THRESHOLDS = ("speculative_accept_threshold_single", "speculative_accept_threshold_acc")
+
+
+def change(algorithm: str | None, kind: str, *, stores_images: bool = False, **more: Any) -> None:
+    values = {"speculative_algorithm": algorithm, **dict.fromkeys(THRESHOLDS, 1.0), **more}
+    check_changes(values.get, kind, stores_images=stores_images)
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_a_running_server_keeps_the_thresholds_without_which_it_would_not_have_started(
+    name: str,
+) -> None:
+    flag = f"--{name.replace('_', '-')}"
+    for algorithm, kind, stores_images, expected in (
+        ("EAGLE", "state", False, f"{flag} 1.0 with"),
+        ("EAGLE", "state", True, f"{flag} 1.0 with"),
+        ("EAGLE3", "mha", True, rf"{flag} of at least 1.0 \(on a server that stores prompts with"),
+    ):
+        change(algorithm, kind, stores_images=stores_images)
+        words = f"{expected}.* --speculative-algorithm {algorithm}, got 0.5; leave it as it is"
+        with pytest.raises(HierKVConfigError, match=words):
+            change(algorithm, kind, stores_images=stores_images, **{name: 0.5})
+    with pytest.raises(HierKVConfigError, match="got nan"):
+        change("EAGLE3", "mha", stores_images=True, **{name: float("nan")})
+
+
+@pytest.mark.parametrize("name", THRESHOLDS)
+def test_a_running_server_changes_thresholds_with_which_it_would_have_started(name: str) -> None:
+    half: dict[str, Any] = {name: 0.5}
+    for algorithm, kind in ((None, "state"), ("EAGLE", "mha"), ("EAGLE3", "swa"), ("NGRAM", "mla")):
+        change(algorithm, kind, **half)
+    change(None, "mha", stores_images=True, **half)
+    check("EAGLE", "mha", **half)
