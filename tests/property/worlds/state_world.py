@@ -334,6 +334,10 @@ class StateWorld(WindowWorld):
         result = self.matched(req, cow_mamba=takes_state)
         self._branches[req.rid] = result.mamba_branching_seqlen
 
+    def chunk_end(self, most: int) -> int:
+        """Inside of a page, too, as with `--enable-mixed-chunk`; at one place on every rank."""
+        return most - most % 3
+
     def may_run_more(self) -> bool:
         """SGLang runs no more requests than there are five states for each."""
         return len(self.running) < min(RUNNING, self.num_states // 5)

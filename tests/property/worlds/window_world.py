@@ -610,7 +610,7 @@ class WindowWorld(Scheduler):
             req.num_loaded = loaded
         target = len(req.tokens)
         if chunk is not None:
-            target = min(target, (req.prefix_len + chunk) // PAGE * PAGE)
+            target = min(target, self.chunk_end(req.prefix_len + chunk))
         held = req.prefix_len
         rows = self.allocate(max(0, -(-target // PAGE) * PAGE - held))
         if rows is None:
@@ -633,6 +633,10 @@ class WindowWorld(Scheduler):
         self.checkpoint(req, target)
         self.running.append(req)
         return True
+
+    def chunk_end(self, most: int) -> int:
+        """Where a chunk of a prompt ends that may end there at most."""
+        return most // PAGE * PAGE
 
     def may_run_more(self) -> bool:
         """Whether the model has what another request needs beside rows."""
