@@ -87,6 +87,8 @@ class StateWorld(WindowWorld):
 
     host_pages = 64
 
+    chunks = (None, 8, 9)
+
     def make_pools(  # type: ignore[override]  # each model has options of its own
         self, patch: pytest.MonkeyPatch, device_pages: int, *, num_states: int = 40,
         layers: StageLayers = WHOLE_MODEL,
@@ -335,8 +337,8 @@ class StateWorld(WindowWorld):
         self._branches[req.rid] = result.mamba_branching_seqlen
 
     def chunk_end(self, most: int) -> int:
-        """Inside of a page, too, as with `--enable-mixed-chunk`; at one place on every rank."""
-        return most - most % 3
+        """Inside of a page, too, as with `--enable-mixed-chunk`."""
+        return most
 
     def may_run_more(self) -> bool:
         """SGLang runs no more requests than there are five states for each."""

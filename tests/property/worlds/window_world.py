@@ -245,6 +245,8 @@ class WindowWorld(Scheduler):
     allocator: Any
     req_pool: Any
 
+    chunks: tuple[int | None, ...] = (None, 8, 12)  # tokens of a chunk; None: no chunks
+
     def __init__(
         self,
         folder: Path,
@@ -719,7 +721,7 @@ class WindowWorld(Scheduler):
     def _do_admit(self) -> bool | None:
         if not self.waiting or len(self.running) >= 5:
             return False
-        return self.admit(self.rng.choice(self.waiting), self.rng.choice((None, 8, 12)))
+        return self.admit(self.rng.choice(self.waiting), self.rng.choice(self.chunks))
 
     def _do_evict(self) -> None:
         """Both pools, or one of them."""
