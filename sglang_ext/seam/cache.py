@@ -364,6 +364,8 @@ class HierKVRadixCache(UnifiedRadixCache):
         if space is not None and not self.only_saves:
             self._restore_last_page(req, space, up_to)
         self.release_plan(req.cache_request_handle)
+        if self.linker.states is not None:
+            self.linker.states.forget_misplaced(req)
         with self.linker.saving(req, space):
             super().checkpoint(req, up_to=up_to, **kwargs)
         if not has_nameable_pages(req):

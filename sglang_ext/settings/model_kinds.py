@@ -350,11 +350,11 @@ SERVED_MODES = (
         "`remote=lossless`, with EAGLE and NGRAM by one rank, with truncation; with the draft's "
         "KV in fp8, too, the draft layer of Qwen3-Next (by two ranks, too), Qwen3.5 and "
         "Nemotron-H, and gpt-oss with EAGLE3 (by one rank and by two, where both checkpoints ask "
-        "for it); lossy are the "
+        "for it); with STANDALONE, EAGLE3 where all layers are full, and EAGLE by two ranks; "
+        "`fp8_e5m2` by one rank, with full layers, with window layers, with states beside latent "
+        "rows and with the draft layer of Qwen3-Next; lossy are the "
         "pages of a lossy codec here, too, run on the disk with `hier` alone. Not run: other "
-        "codecs, latent rows, and states without drafts, by several ranks, STANDALONE, EAGLE3 "
-        "where all layers are full, EAGLE by several ranks; and "
-        "`fp8_e5m2` with more than full layers of one rank",
+        "codecs, latent rows and states without drafts by several ranks, and rows of an index",
         "tests/e2e/models/test_model_kinds.py; tests/e2e/models/test_restored_kinds.py; "
         "tests/e2e/drafts/test_speculation.py; tests/e2e/drafts/test_state_drafts.py; "
         "tests/e2e/drafts/test_window_drafts.py; tests/e2e/reuse/test_truncation.py; "

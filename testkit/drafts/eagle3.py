@@ -65,17 +65,26 @@ def write_drafted_qwen_model(folder: Path) -> Path:
     copy_tokenizer(folder)
     path = folder / "model.safetensors"
     weights = {name: changed_weight(name, value) for name, value in load_file(path).items()}
-    embeddings = weights["model.embed_tokens.weight"].float()
-    squares = embeddings.square().mean(-1, keepdim=True)
-    embeddings = embeddings * (squares + config.rms_norm_eps).rsqrt()
-    # Sharp attention would not bear that a norm makes all as long as they are on average without.
-    weights["model.layers.0.self_attn.q_proj.weight"] /= _SHARP
-    for part in "qk":
-        first = "model.layers.0.self_attn."
-        projected = embeddings @ weights[f"{first}{part}_proj.weight"].float().T
-        weights[f"{first}{part}_norm.weight"].fill_(float(projected.square().mean().sqrt()))
+    fill_norms(weights, config.rms_norm_eps)
     save_file(weights, path, metadata={"format": "pt"})
     return folder
+
+
+def fill_norms(weights: dict[str, Any], eps: float) -> None:
+    """Has the first layer's norms of Q and K leave them as long as they are without, on average.
+
+    Args:
+        weights: changed ones of a model that has such norms, by their names in one of text alone.
+        eps: of its norms.
+    """
+    embeddings = weights["model.embed_tokens.weight"].float()
+    embeddings = embeddings * (embeddings.square().mean(-1, keepdim=True) + eps).rsqrt()
+    first = "model.layers.0.self_attn."
+    # Sharp attention would not bear that a norm makes all as long as they are on average without.
+    weights[f"{first}q_proj.weight"] /= _SHARP
+    for part in "qk":
+        projected = embeddings @ weights[f"{first}{part}_proj.weight"].float().T
+        weights[f"{first}{part}_norm.weight"].fill_(float(projected.square().mean().sqrt()))
 
 
 def changed_weight(name: str, value: Any) -> Any:

@@ -1,4 +1,4 @@
-"""A small Qwen2.5-VL and an EAGLE-3 draft for it that guesses much of what it says, with images.
+"""A small model of Qwen's with images, and an EAGLE-3 draft that guesses much of what it says.
 
 As the gpt-oss of `eagle3.py`: the model's first layer decides nearly alone what is said, and the
 draft's one layer is made of its attention, with the rotation of three axes. It is given an image's
@@ -7,30 +7,41 @@ tokens as the encoder made them.
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from testkit.drafts.eagle3 import changed_weight, draft_weights, write_eagle3_config
-from testkit.images.vision_model import write_vision_model
+from testkit.drafts.eagle3 import (
+    changed_weight,
+    draft_weights,
+    fill_norms,
+    write_eagle3_config,
+)
 
 _EMBEDDINGS = "embed_tokens.weight"
 
 
-def write_drafted_vision_model(folder: Path) -> Path:
-    """Writes the model of `vision_model.py`, changed, into a new folder; returns it.
+def write_drafted_vision_model(folder: Path, write: Callable[[Path], Path]) -> Path:
+    """Writes a model, changed, into a new folder; returns it.
 
     Args:
         folder: made here.
+        write: writes the model of `vision_model.py` or `qwen3_vl_model.py`.
     """
     from safetensors.torch import load_file, save_file
 
-    write_vision_model(folder)
-    path = folder / "model.safetensors"
+    path = write(folder) / "model.safetensors"
     weights = load_file(path)
     root = _root(weights)
-    changed = {
-        name: changed_weight(name.replace(root, "model."), value) for name, value in weights.items()
+    text = {
+        name.replace(root, "model."): changed_weight(name.replace(root, "model."), value)
+        for name, value in weights.items()
     }
+    if "model.layers.0.self_attn.q_norm.weight" in text:
+        config = json.loads((folder / "config.json").read_text())
+        fill_norms(text, config["text_config"]["rms_norm_eps"])
+    changed = {name: text[name.replace(root, "model.")].contiguous() for name in weights}
     save_file(changed, path, metadata={"format": "pt"})
     return folder
 

@@ -37,7 +37,6 @@ _CHAT_TEMPLATE = (
 TOKEN_SIDE = 28
 _PROCESSOR = {
     "image_processor_type": "Qwen2VLImageProcessor",
-    "processor_class": "Qwen2_5_VLProcessor",
     "min_pixels": TOKEN_SIDE**2,
     "max_pixels": 1024 * TOKEN_SIDE**2,
     "patch_size": 14,
@@ -55,16 +54,29 @@ def write_vision_model(folder: Path, *, seed: int = 0) -> Path:
         folder: made here.
         seed: of the weights.
     """
-    import torch
     from transformers import Qwen2_5_VLForConditionalGeneration
 
     with seeded(seed):
         model = Qwen2_5_VLForConditionalGeneration(_config())
+    return write_qwen_vl(folder, model, "Qwen2_5_VLProcessor")
+
+
+def write_qwen_vl(folder: Path, model: Any, processor: str) -> Path:
+    """Writes a model of Qwen's with what its images need; returns its folder.
+
+    Args:
+        folder: made here.
+        model: of transformers.
+        processor: the class that makes its input.
+    """
+    import torch
+
     model.to(torch.float32).save_pretrained(folder)
     copy_tokenizer(folder)
     add_tokens(folder, SPECIAL)
     (folder / "chat_template.jinja").write_text(_CHAT_TEMPLATE)
-    (folder / "preprocessor_config.json").write_text(json.dumps(_PROCESSOR))
+    images = {**_PROCESSOR, "processor_class": processor}
+    (folder / "preprocessor_config.json").write_text(json.dumps(images))
     return folder
 
 

@@ -147,7 +147,8 @@ def fixed_facts(
     if index is not None:
         fixed["index"] = index
     if snapshots is not None:
-        fixed["states"] = [*snapshots.pool.describe(), snapshots.part_bytes]
+        # An earlier build stored states that were kept inside of a page, too.
+        fixed["states"] = [*snapshots.pool.describe(), snapshots.part_bytes, "behind whole pages"]
     if drafts or index is not None or snapshots is not None or pools.window is not None:
         # Of other models each layer's rotation is looked at, and enters with how K is stored.
         fixed["tables"] = tables_digest(models)

@@ -418,7 +418,7 @@ _NAMES: dict[Use, dict[tuple[str, str], str]] = {
         (f"{_TRACES}.trace", "TraceReqContext"): "tracing_enable",
         ("srt.managers.schedule_batch", "ReqKvInfo"): (
             "holds_kv cache_protected_len req_pool_idx get_evicted_seqlen set_evicted_seqlen "
-            "holds_mamba mamba_cow_src_index mamba_needs_clear"
+            "holds_mamba mamba_cow_src_index mamba_needs_clear mamba_last_track_seqlen"
         ),
         (_SCHEDULER, "Scheduler"): (
             "enable_unified_cache_external_linker enable_lmcache waiting_queue tree_cache "

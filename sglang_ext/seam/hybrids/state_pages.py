@@ -109,6 +109,22 @@ class StatePages(ResumablePages):
 
     # ---- saves ----
 
+    def forget_misplaced(self, req: Any) -> None:
+        """Has SGLang not give its tree a state of a running request that is inside of a page.
+
+        It keeps states a number of pages behind where a chunk of a prompt begins, and a chunk need
+        not begin with a page: with `--enable-mixed-chunk`, or where little of the device is free.
+        Its tree takes such a state for that behind the last whole page, and others would go on
+        behind that from tokens that are not theirs.
+
+        Args:
+            req: a request that is about to be inserted in the tree.
+        """
+        at = req.kv.mamba_last_track_seqlen
+        if at is not None and at % self._tree.page_size:
+            req.kv.mamba_last_track_seqlen = None
+            self._store.counters.add("misplaced_states")
+
     def note_branch(self, req: Any, num_tokens: int) -> None:
         """A request was matched: SGLang keeps a state where it parts from what was stored before.
 

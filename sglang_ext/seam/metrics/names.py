@@ -238,6 +238,7 @@ UNIT_OF_NAME = {
     "saved_windows": RESUME_POINTS,
     "saved_states": RESUME_POINTS,
     "unsaved_states": RESUME_POINTS,
+    "misplaced_states": RESUME_POINTS,
     "corrections": VALUES,
     "disk_coded_host_hits": RECORDS,
 }

@@ -1,12 +1,13 @@
 """Prompts with images, K and V of every head and an EAGLE-3 draft, on the real server.
 
-A small Qwen2.5-VL, whose keys are of pairs then: a page is named by the image of the token behind
-it, too. A plain server of SGLang's says what is right; of the plugin's one is killed, and another
-one goes on with its disk, on which a prompt's pages lack the draft's rows.
+A small Qwen2.5-VL and a Qwen3-VL, whose keys are of pairs then: a page is named by the image of the
+token behind it, too. A plain server of SGLang's says what is right; of the plugin's one is killed,
+and another one goes on with its disk, on which a prompt's pages lack the draft's rows.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,8 @@ from sglang_ext.device.layout import PageLayout
 from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.eagle import DRAFTS, TREES
 from testkit.drafts.vision_eagle3 import write_drafted_vision_model, write_vision_draft
-from testkit.images.vision_model import NUM_LAYERS
+from testkit.images.qwen3_vl_model import write_qwen3_vl
+from testkit.images.vision_model import NUM_LAYERS, write_vision_model
 from testkit.server import Server
 from tests.e2e.drafts import image_guesses
 from tests.e2e.drafts.restored import check_thresholds_stay
@@ -61,11 +63,12 @@ def check_counts(server: Server) -> None:
 
 
 @pytest.mark.parametrize("guesses", [DRAFTS, TREES], ids=["chains", "trees"])
+@pytest.mark.parametrize("write", [write_vision_model, write_qwen3_vl], ids=["qwen2_5", "qwen3"])
 def test_images_come_back_with_the_rows_of_a_draft(
-    guesses: tuple[str, ...], tmp_path: Path
+    write: Callable[[Path], Path], guesses: tuple[str, ...], tmp_path: Path
 ) -> None:
     """From DRAM and disk, and with as many right guesses, as from the device."""
-    write_drafted_vision_model(tmp_path / "model")
+    write_drafted_vision_model(tmp_path / "model", write)
     write_vision_draft(tmp_path / "draft", tmp_path / "model")
     with server_of(tmp_path, guesses) as server:
         check_thresholds_stay(server)

@@ -174,7 +174,7 @@ def check_switched(log: str) -> None:
     "algorithm",
     [
         *("eagle", "standalone", "eagle3", "ngram", "eagle-in-fp8", "ngram-in-fp8"),
-        "eagle-in-steps",
+        *("standalone-in-fp8", "eagle3-in-fp8", "eagle-in-steps"),
         *(trees("eagle"), trees("standalone"), trees("eagle3")),
     ],
 )
@@ -254,7 +254,9 @@ def test_guesses_that_branch_are_those_of_sglang_alone(
 
 
 @pytest.mark.sampled("weak-in-steps")
-@pytest.mark.parametrize("algorithm", ["eagle", "weak-in-steps", "ngram", trees("eagle")])
+@pytest.mark.parametrize(
+    "algorithm", ["eagle", "eagle-in-fp8", "weak-in-steps", "ngram", trees("eagle")]
+)
 def test_ranks_that_guess_agree_on_what_is_restored(
     algorithm: str, drafts: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -59,9 +59,14 @@ LENGTHS, MORE = [436, 620], 20
 ENDS = [[384, 576], [448, 640]]  # whole pages of the first and the second turns
 LEAST = 0.2  # guesses that are right, so that one sees where fewer are
 TOLERANCE = 5e-4  # of a log-probability in float32
-OF_FP8 = 0.5  # the same, of which transformers knows nothing
-BY_TWO, IN_FP8, CODED = "-by-two-ranks", "-in-fp8", "-coded"
-NARROW = ["--kv-cache-dtype", "fp8_e4m3"]  # of the draft layer's rows, too
+# The same of 3 and 2 bits of mantissa, of which transformers knows nothing.
+OF_FP8, OF_E5M2 = 0.5, 1.0
+BY_TWO, IN_FP8, IN_E5M2, CODED = "-by-two-ranks", "-in-fp8", "-in-e5m2", "-coded"
+# Of the draft layer's rows, too.
+NARROW = {
+    IN_FP8: ["--kv-cache-dtype", "fp8_e4m3"],
+    IN_E5M2: ["--kv-cache-dtype", "fp8_e5m2"],
+}
 CODECS = {IN_FP8: ["--hier-kv-codec", "remote=lossless"]}
 CODECS[CODED] = ["--hier-kv-codec", "disk=lossless,remote=lossless"]
 BASE = ["--page-size", str(PAGE), "--attention-backend", "cpu_extend", *NEXTN]
@@ -79,7 +84,9 @@ class Setup:
         self.num_ranks = 2 if name.endswith(BY_TWO) else 1
         self.folder = folder
         name, dash, how = name.removesuffix(BY_TWO).partition("-")
-        self.is_narrow, self.is_coded = dash + how == IN_FP8, dash + how == CODED
+        self._narrow, self.is_coded = NARROW.get(dash + how, []), dash + how == CODED
+        self.is_narrow = bool(self._narrow)
+        self.tolerance = {IN_FP8: OF_FP8, IN_E5M2: OF_E5M2}.get(dash + how, TOLERANCE)
         self._codec = CODECS.get(dash + how, [])
         self.model: DraftedModel = write_drafted_model(folder / "model", name)
         (folder / "store").mkdir()
@@ -87,7 +94,7 @@ class Setup:
     def server(self, *, is_plain: bool = False) -> Server:
         """One with the disk that the one before it left, and a store that several have."""
         env = {"SGLANG_MAMBA_CONV_DTYPE": "float32"}
-        args = [*BASE, "--tp-size", str(self.num_ranks), *(NARROW if self.is_narrow else [])]
+        args = [*BASE, "--tp-size", str(self.num_ranks), *self._narrow]
         args += ["--mamba-track-interval", str(self.model.kind.grid)]
         if self.model.takes_images:
             args += ["--image-processor-backend", "pil"]
@@ -209,6 +216,7 @@ def device_hits(
         *(name + ranks for name in DRAFTED_MODELS for ranks in ("", BY_TWO)),
         *(name + IN_FP8 for name in ("qwen3_5_moe", "nemotron_h", "qwen3_next")),
         *(f"qwen3_next{IN_FP8}{BY_TWO}", f"qwen3_next{CODED}", f"qwen3_next{CODED}{BY_TWO}"),
+        f"qwen3_next{IN_E5M2}",
     ],
 )
 def test_what_is_restored_answers_and_guesses_as_a_device_hit(name: str, tmp_path: Path) -> None:
@@ -296,4 +304,4 @@ def check_computed(setup: Setup, told: Sequence[tuple[list[list[int]], list[Any]
     opened = setup.model.kind.open(setup.folder / "model")
     computed = Computed(lambda tokens: opened(tokens).logits[0])
     for prompts, found in told:
-        assert computed.furthest(prompts, found) < (OF_FP8 if setup.is_narrow else TOLERANCE)
+        assert computed.furthest(prompts, found) < setup.tolerance

@@ -159,10 +159,10 @@ def _on_two_ranks(kind: Kind, tier: str) -> Kind:
     return replace(kind, args=args, env=env, page_bytes=page_bytes, num_ranks=2, tier=tier)
 
 
-def _in_fp8(kind: Kind, tolerance: float) -> Kind:
+def _in_fp8(kind: Kind, tolerance: float, dtype: str = "fp8_e4m3") -> Kind:
     """With pools of one byte a value, of which the model without SGLang knows nothing."""
     value_bytes = 4 if "float32" in kind.args else 2
-    args = [*kind.args, "--kv-cache-dtype", "fp8_e4m3"]
+    args = [*kind.args, "--kv-cache-dtype", dtype]
     return replace(kind, args=args, page_bytes=kind.page_bytes // value_bytes, tolerance=tolerance)
 
 
@@ -175,6 +175,11 @@ KINDS |= {
     "states-in-fp8-in-a-coded-store": _in_fp8(KINDS["states-in-a-coded-store"], 0.5),
     "states-beside-latent-rows-in-fp8": _in_fp8(_with_states("kimi_linear", "disk"), 0.5),
     "two-shapes-in-fp8": _in_fp8(KINDS["two-shapes-mimo"], 0.5),
+    # Of two bits of mantissa.
+    "windows-and-sinks-in-e5m2": _in_fp8(KINDS["gpt-oss"], 1.5, "fp8_e5m2"),
+    "states-beside-latent-rows-in-e5m2": _in_fp8(
+        _with_states("kimi_linear", "disk"), 1.0, "fp8_e5m2"
+    ),
 }
 KINDS |= {
     f"{name}-in-a-store": replace(KINDS[name], tier="remote")

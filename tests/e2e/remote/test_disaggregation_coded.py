@@ -38,15 +38,19 @@ from tests.e2e.remote.prefill_decode import (
 )
 from tests.e2e.remote.test_disaggregation_drafts import set_up as draft_set_up
 from tests.e2e.remote.test_disaggregation_states import set_up as state_set_up
+from tests.e2e.remote.test_disaggregation_windows import DRAFTED
+from tests.e2e.remote.test_disaggregation_windows import set_up as window_set_up
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 CODEC = ["--hier-kv-codec", "host=lossless,disk=lossless,remote=lossless"]
-STATES = ("qwen3_next", "kimi_linear")
+DRAFTED_STATES, DRAFTED_WINDOWS = "drafted-qwen3_next", "drafted-windows"
+STATES = ("qwen3_next", "kimi_linear", DRAFTED_STATES)
+HYBRIDS = ("windows", DRAFTED_WINDOWS, *STATES)
 DRAFTS = ("eagle", "nextn")
 CASES = [("mha", 1), ("mla", 2), ("windows", 1), ("indexed", 1), ("indexed", 2)]
 CASES += [("eagle", 1), ("eagle", 2), ("nextn", 2)]
-CASES += [(name, num_ranks) for name in STATES for num_ranks in (1, 2)]
+CASES += [(name, num_ranks) for name in (*STATES, DRAFTED_WINDOWS) for num_ranks in (1, 2)]
 
 
 def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
@@ -61,6 +65,8 @@ def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
         made = made._replace(model=write_latent_model(folder))
     elif kind == "windows":
         made = SetUp(ATTENTION, write_window_model(folder), {})
+    elif kind == DRAFTED_WINDOWS:
+        made = window_set_up(DRAFTED, folder)
     elif kind == "indexed":
         args = [*ATTENTION, "--max-running-requests", "6"]
         made = SetUp(args, write_index_model(folder, "deepseek"), {})
@@ -72,7 +78,7 @@ def set_up(kind: str, num_ranks: int, folder: Path) -> SetUp:
 def test_what_is_coded_without_loss_comes_back_as_it_was(
     kind: str, num_ranks: int, tmp_path: Path
 ) -> None:
-    made, is_hybrid = set_up(kind, num_ranks, tmp_path / "model"), kind in ("windows", *STATES)
+    made, is_hybrid = set_up(kind, num_ranks, tmp_path / "model"), kind in HYBRIDS
     parts = list(real_prompts([FIRST_TOKENS, *[TURN_TOKENS] * (NUM_TURNS - 1)], seed=3))
     with one_server(made, tmp_path / "one") as server:
         turns = plain_turns(server, parts)

@@ -87,6 +87,8 @@ class StateWorld(WindowWorld):
 
     host_pages = 64
 
+    chunks = (None, 8, 9)
+
     def make_pools(  # type: ignore[override]  # each model has options of its own
         self, patch: pytest.MonkeyPatch, device_pages: int, *, num_states: int = 40,
         layers: StageLayers = WHOLE_MODEL,
@@ -333,6 +335,10 @@ class StateWorld(WindowWorld):
         """As `match_kv_cache` does."""
         result = self.matched(req, cow_mamba=takes_state)
         self._branches[req.rid] = result.mamba_branching_seqlen
+
+    def chunk_end(self, most: int) -> int:
+        """Inside of a page, too, as with `--enable-mixed-chunk`."""
+        return most
 
     def may_run_more(self) -> bool:
         """SGLang runs no more requests than there are five states for each."""

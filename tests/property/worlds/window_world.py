@@ -245,6 +245,8 @@ class WindowWorld(Scheduler):
     allocator: Any
     req_pool: Any
 
+    chunks: tuple[int | None, ...] = (None, 8, 12)  # tokens of a chunk; None: no chunks
+
     def __init__(
         self,
         folder: Path,
@@ -610,7 +612,7 @@ class WindowWorld(Scheduler):
             req.num_loaded = loaded
         target = len(req.tokens)
         if chunk is not None:
-            target = min(target, (req.prefix_len + chunk) // PAGE * PAGE)
+            target = min(target, self.chunk_end(req.prefix_len + chunk))
         held = req.prefix_len
         rows = self.allocate(max(0, -(-target // PAGE) * PAGE - held))
         if rows is None:
@@ -633,6 +635,10 @@ class WindowWorld(Scheduler):
         self.checkpoint(req, target)
         self.running.append(req)
         return True
+
+    def chunk_end(self, most: int) -> int:
+        """Where a chunk of a prompt ends that may end there at most."""
+        return most // PAGE * PAGE
 
     def may_run_more(self) -> bool:
         """Whether the model has what another request needs beside rows."""
@@ -715,7 +721,7 @@ class WindowWorld(Scheduler):
     def _do_admit(self) -> bool | None:
         if not self.waiting or len(self.running) >= 5:
             return False
-        return self.admit(self.rng.choice(self.waiting), self.rng.choice((None, 8, 12)))
+        return self.admit(self.rng.choice(self.waiting), self.rng.choice(self.chunks))
 
     def _do_evict(self) -> None:
         """Both pools, or one of them."""
