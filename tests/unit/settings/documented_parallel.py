@@ -117,7 +117,9 @@ OF_RANKS: dict[str, Row] = {
             Phrase("`--dp-size`", ({"dp_size": 2},)),
             Phrase("data parallel attention", (GROUPS, {"enable_dp_attention": True})),
             Phrase("prefill and decode servers", (PREFILL, DECODE)),
-            Phrase("SGLang's gateway", (GATEWAY,), on=({**KV, **STAGES},), served=(KV | GATEWAY,)),
+            Phrase(
+                "SGLang's gateway", (GATEWAY,), on=({**KV, **STAGES},), served=({**KV, **GATEWAY},)
+            ),
             Phrase(
                 "nodes of whose number and that of stages neither divides the other",
                 ({"nnodes": 3}, {"nnodes": 4, "pp_size": 6}, {"nnodes": 6, "pp_size": 4}),

@@ -42,7 +42,7 @@ def test_nodes_whose_stages_or_states_are_others_by_variables_are_refused(
     found = []
     for node, value in enumerate(("5,3", "4,4")):
         monkeypatch.setenv(name, value)
-        found.append(settings_of(HierKVConfig(), node, "", on_all_nodes({}.get)))
+        found.append(settings_of(HierKVConfig(), node, "", on_all_nodes(lambda _: None)))
     sent = [json.dumps(asdict(each)).encode() for each in found]
     with pytest.raises(HierKVConfigError, match=f"same {name} on every node, got '?5,3'? on node"):
         agree_on_settings(found[0], lambda _: sent)
