@@ -65,7 +65,8 @@ def division_of(config: HierKVConfig, num_putters: int) -> Division | None:
 
     Args:
         config: the settings.
-        num_putters: processes of the server that upload pages, each its part.
+        num_putters: processes of the server that upload pages, each its part. Those of all nodes,
+            as nobody knows here whether their URLs lead to one store.
 
     Raises:
         HierKVConfigError: the key file cannot be used.

@@ -376,6 +376,13 @@ _FORMAT_VARIABLES = (
     "SGLANG_MOE_NVFP4_DISPATCH",
     "SGLANG_NIXL_EP_BF16_DISPATCH",
 )
+# Variables that say which layers a stage has, and which dtypes a state: a rank's namespace has its
+# own, and what it computes comes from the other ranks, too.
+_NODE_VARIABLES = (
+    "SGLANG_PP_LAYER_PARTITION",
+    "SGLANG_MAMBA_CONV_DTYPE",
+    "SGLANG_MAMBA_SSM_DTYPE",
+)
 
 # Nodes are started by command lines of their own. Where one of these differs, ranks run other
 # batches, compute with another KV or sample other tokens, and what they store outlives the mistake.
@@ -410,6 +417,7 @@ def on_all_nodes(read: Callable[[str], Any]) -> dict[str, Any]:
     values = {f"--{flag(name)}": read(name) for name in ON_ALL_NODES}
     values[f"--{flag(_CHAINS)}"] = _lengths_of_chains(read)
     values |= dict.fromkeys(_FORMAT_VARIABLES) | _formats_of_environment()
+    values |= {name: os.environ.get(name) for name in _NODE_VARIABLES}
     return {
         name: value if value is None or isinstance(value, str | int | float) else repr(value)
         for name, value in values.items()

@@ -250,11 +250,12 @@ SERVED_MODES = (
         "several",
         "exact; with codecs that lose nothing, but none in the remote store; without truncation, "
         "speculation, adapters or sessions; of hybrids gpt-oss, Nemotron-H, Qwen3.5 (text) and "
-        "Kimi Linear alone, on one node; no models with rows of an index; where weights change, "
+        "Kimi Linear alone; no models with rows of an index; where weights change, "
         "nothing until a restart; run on a CPU by two stages of one rank and of two, with a "
         "remote store on one node: latent rows (a small DeepSeek V3), windows (a small gpt-oss), "
         "states (a small Nemotron-H) and both (a small Kimi Linear); of one rank with a disk: a "
-        "small Qwen3.5",
+        "small Qwen3.5; on several nodes, over loopback: K and V of every head, Kimi Linear, "
+        "Qwen3.5, Nemotron-H and gpt-oss",
         "tests/e2e/ranks/test_stages.py; tests/e2e/ranks/test_more_stages.py",
     ),
     ServedMode(

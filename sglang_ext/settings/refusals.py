@@ -241,7 +241,7 @@ def _check_windows(resolved: Resolved, config: HierKVConfig) -> None:
     if kind != _WINDOW_KINDS[0]:  # whose pages are not of planes of one width
         codec = ("--hier-kv-codec none", config.codec or "none")
     rows = (
-        *_of_hybrid_ranks(read, resolved.architecture),
+        _of_stages(read, resolved.architecture),
         codec,
         # It leaves pages to be computed, and a window is no use without all of its pages.
         ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
@@ -264,7 +264,7 @@ def _check_states(resolved: Resolved, config: HierKVConfig) -> None:
     rows = (
         ("no data parallel attention", on(shares_steps)),
         (f"--mamba-radix-cache-strategy {_KEPT_STATES}", read("mamba_radix_cache_strategy")),
-        *_of_hybrid_ranks(read, resolved.architecture),
+        _of_stages(read, resolved.architecture),
         ("a --hier-kv-codec that loses nothing", lossy_codec(config)),
         # It leaves pages to be computed, and a state is no use without all pages before it.
         ("--hier-kv-slo-ms 0", f"{config.slo_ms:g}"),
@@ -294,13 +294,9 @@ def _check_captured_prefills(read: Callable[[str], Any], kind: str, architecture
         )
 
 
-def _of_hybrid_ranks(read: Callable[[str], Any], architecture: str) -> list[tuple[str, Any]]:
-    """(what is expected, what was found) of stages, and of nodes with these."""
-    num_stages, num_nodes = read("pp_size") or 1, read("nnodes") or 1
-    return [
-        ("--pp-size 1", 1 if architecture in STAGED_HYBRIDS else num_stages),
-        ("one node for pipeline stages", "several" if min(num_stages, num_nodes) > 1 else ""),
-    ]
+def _of_stages(read: Callable[[str], Any], architecture: str) -> tuple[str, Any]:
+    """What is expected, and what was found, of stages of a hybrid."""
+    return "--pp-size 1", 1 if architecture in STAGED_HYBRIDS else read("pp_size") or 1
 
 
 def _check_gateway(read: Callable[[str], Any], config: HierKVConfig, release: str = "") -> None:

@@ -36,6 +36,7 @@ def outside_stages(read: Callable[[str], Any], config: HierKVConfig) -> Iterator
         return
     remote_codec = f"remote={config.of_tier('codec', 'remote')}"
     rows = (
+        _of_nodes(read("pp_size"), read("nnodes") or 1),
         ("--dp-size 1", read("dp_size") or 1),
         ("--attn-dp-size 1", read("attn_dp_size") or 1),
         ("no --enable-dp-attention", on(read("enable_dp_attention"))),
@@ -53,3 +54,14 @@ def outside_stages(read: Callable[[str], Any], config: HierKVConfig) -> Iterator
         ("--hier-kv-tree-core python", config.tree_core),
     )
     yield from outside(rows, "with several pipeline stages")
+
+
+def _of_nodes(num_stages: int, num_nodes: int) -> tuple[str, str]:
+    """What is expected, and what came, of nodes that do not hold whole stages or parts of one.
+
+    SGLang rounds down how many stages a node has, or how many nodes a stage. Some stages are then
+    started by no node, or some nodes start stages that do not exist, and the others wait for them.
+    """
+    fits = num_stages % num_nodes == 0 or num_nodes % num_stages == 0
+    expected = f"--nnodes that divides --pp-size {num_stages} or is a multiple of it,"
+    return expected, "" if fits else f"{num_nodes}"

@@ -51,6 +51,7 @@ _MODES: dict[str, dict[str, Any]] = {
     "tensor parallel ranks": {"tp_size": 2},
     "the same on several nodes": {"tp_size": 2, "nnodes": 2},
     "pipeline stages": {"pp_size": 2},
+    "these on several nodes": {"pp_size": 2, "nnodes": 2},
     "whole schedulers": {"dp_size": 2},
     "data parallel attention": {"tp_size": 2, "attn_dp_size": 2},
     "that on several nodes": {"tp_size": 4, "attn_dp_size": 2, "nnodes": 2},

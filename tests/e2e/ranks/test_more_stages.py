@@ -1,13 +1,13 @@
 """Pipeline stages of latent rows, with states, four of them, with a store, and with coded pages.
 
-And stages of two tensor parallel ranks each, on one node (`test_stages.py` has them on two). Page
-stores are late, each by its own chance. What is restored is compared bit for bit with plain
-SGLang's own device hits with the same flags, and so is what is computed where one rank alone has
-lost its pages. Where the disk of one rank is slow all compute, and where that rank is killed the
-server ends. SGLang's rank consensus checker is on.
+And stages of two tensor parallel ranks each, and hybrids with a stage on each of two nodes
+(`test_stages.py` has models of K and V there). Page stores are late, each by its own chance. What
+is restored is compared bit for bit with plain SGLang's own device hits on one node, and so is what
+is computed where one rank alone has lost its pages. Where the disk of one rank is slow all compute,
+and where that rank is killed, or its node, the server ends. SGLang's rank consensus checker is on.
 
-By default latent rows with a remote store, and states beside latent rows; the long form has all
-`WAYS`.
+By default latent rows with a remote store, and states beside latent rows on two nodes; the long
+form has all `WAYS`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from testkit.server import Server, ServerError
 from testkit.slow import ENV_JITTER, ENV_SPEED_FILE
 from tests.e2e.hier_server import GIB, PAGE, SLOT_BYTES, ask, real_prompts
 from tests.e2e.models.hybrid_answers import branching_prompts
+from tests.e2e.nodes import Nodes
 from tests.e2e.ranks.untied_model import write_untied_model
 from tests.e2e.remote.test_remote import eventually
 
@@ -40,7 +42,7 @@ pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
     pytest.mark.newest_release("*-states"),
-    pytest.mark.sampled("latent-remote", "latent-states"),
+    pytest.mark.sampled("latent-remote", "latent-states-on-nodes"),
 ]
 
 HEADER_BYTES = 4096
@@ -66,6 +68,7 @@ class Way:
         model_args: of its servers with the plugin and without.
         env: of these.
         lengths: of prompts. Behind one of whole pages SGLang has no state for the same prompt.
+        num_nodes: that its ranks with the plugin are spread over.
     """
 
     write: Callable[[Path], Path]
@@ -79,6 +82,7 @@ class Way:
     model_args: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
     lengths: tuple[int, ...] = LENGTHS
+    num_nodes: int = 1
 
     @property
     def num_stages(self) -> int:
@@ -156,6 +160,14 @@ WAYS = {
     "windows-coded": replace(_WINDOWS, args=["--hier-kv-codec", "lossless"]),
     "windows-ranks-remote": replace(_WINDOWS, tp_size=2, tier="remote"),
     "states-ranks-remote": _with_states(_NEMOTRON, (5, 5), tp_size=2, tier="remote"),
+    "states-ranks-remote-on-nodes": _with_states(
+        _NEMOTRON, (5, 5), tp_size=2, tier="remote", num_nodes=2
+    ),
+    "latent-states-on-nodes": _latent_with_states(num_nodes=2),
+    "more-states-on-nodes": _more_states(num_nodes=2),
+    "windows-on-nodes": replace(_WINDOWS, num_nodes=2),
+    # A node has one of the two ranks of a stage.
+    "windows-ranks-on-four-nodes": replace(_WINDOWS, tp_size=2, num_nodes=4),
 }
 
 
@@ -167,49 +179,66 @@ class Setup:
     model: Path
     folder: Path
 
-    def server(
+    def plain(self) -> Server:
+        """A server without the plugin, on one node."""
+        args, ranks, env = self._common(4096)
+        log = self.folder / "plain.log"
+        return Server(
+            [*args, *ranks], model=self.model, log_path=log, env=env, stop="kill",
+            start_timeout_s=PATIENCE_S,
+        )  # fmt: skip
+
+    def nodes(
         self,
-        *,
-        host_pages: int = 0,
+        *more: str,
+        host_pages: int,
         pool: int = 4096,
-        more: Sequence[str] = (),
         env: dict[str, str] | None = None,
-    ) -> Server:
-        """A server with DRAM for so many pages of the largest stage; a plain one for none.
+    ) -> Nodes:
+        """The nodes of a server.
 
         Args:
-            host_pages: see above.
-            pool: tokens on the device.
             more: arguments behind the others.
+            host_pages: of the largest stage, that each of its ranks has DRAM for.
+            pool: tokens on the device.
             env: variables beside the others.
         """
         way = self.way
-        args = [*BASE, "--tp-size", str(way.tp_size), "--pp-size", str(way.num_stages)]
-        args += ["--attention-backend", way.attention]
+        args, ranks, others = self._common(pool)
+        num_ranks = way.num_ranks // way.num_nodes  # of a node, whose the sizes are
+        host_gib = num_ranks * (host_pages + 0.5) * way.slot_bytes / GIB
+        args += ["--enable-hier-kv", "--enable-metrics"]
+        args += ["--hier-kv-host-size", f"{host_gib:.9f}"]
+        args += ["--hier-kv-prefetch-policy", "wait_complete"]
+        args += ["--hier-kv-write-policy", "write_through"]
+        args += [*way.args, *self._tier(), *more]
+        env = {**others, ENV_JITTER: str(JITTER_MS), **(env or {})}
+        return Nodes(
+            args, self.folder, env=env, ranks=ranks, model=self.model, num=way.num_nodes,
+            has_disk=way.tier == "disk",
+        )  # fmt: skip
+
+    def _common(self, pool: int) -> tuple[list[str], list[str], dict[str, str]]:
+        """Arguments, those of ranks, and variables of both."""
+        way = self.way
+        args = [*BASE, "--attention-backend", way.attention]
         args += ["--max-total-tokens", str(pool), *way.model_args]
-        layers = ",".join(map(str, way.layers))
-        cores = "|".join(str(rank % 2) for rank in range(way.num_ranks))
-        env = {**ENVIRONMENT, **way.env, "SGLANG_PP_LAYER_PARTITION": layers, **(env or {})}
-        env["SGLANG_CPU_OMP_THREADS_BIND"] = cores
-        if host_pages:
-            host_gib = way.num_ranks * (host_pages + 0.5) * way.slot_bytes / GIB
-            args += ["--enable-hier-kv", "--enable-metrics"]
-            args += ["--hier-kv-host-size", f"{host_gib:.9f}"]
-            args += ["--hier-kv-prefetch-policy", "wait_complete"]
-            args += ["--hier-kv-write-policy", "write_through"]
-            args += [*way.args, *self._tier(), *more]
-            env[ENV_JITTER] = str(JITTER_MS)
-        log = self.folder / "server.log"
-        return Server(
-            args, model=self.model, log_path=log, env=env, stop="kill", start_timeout_s=PATIENCE_S
-        )
+        ranks = ["--tp-size", str(way.tp_size), "--pp-size", str(way.num_stages)]
+        env = {**ENVIRONMENT, **way.env}
+        env["SGLANG_PP_LAYER_PARTITION"] = ",".join(map(str, way.layers))
+        env["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(str(n % 2) for n in range(way.num_ranks))
+        return args, ranks, env
 
     def _tier(self) -> list[str]:
         if self.way.tier == "disk":
-            disk = ["--hier-kv-disk-dir", str(self.folder / "disk"), "--hier-kv-disk-size", "1"]
-            return [*disk, "--hier-kv-disk-segment-size", "0.01"]
+            return ["--hier-kv-disk-size", "1", "--hier-kv-disk-segment-size", "0.01"]
         self.shared.mkdir(exist_ok=True)
         return ["--hier-kv-remote-url", f"file://{self.shared}?size=1GB"]
+
+    @property
+    def last_disk(self) -> Path:
+        """The folder of the last stage's last rank."""
+        return self.folder / f"disk{self.way.num_nodes - 1}" / self.last_rank
 
     @property
     def shared(self) -> Path:
@@ -239,25 +268,26 @@ def run(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     way, folder = WAYS[request.param], tmp_path_factory.mktemp(request.param)
     setup = Setup(way, way.write(folder / "model"), folder)
     prompts = list(real_prompts(way.lengths, seed=3))
-    with setup.server() as server:
+    with setup.plain() as server:
         computed = [ask(server, prompt) for prompt in prompts]
         on_device = [ask(server, prompt) for prompt in prompts]
-    with setup.server(host_pages=200) as server:
-        eventually(partial(is_connected, server, way))
+    with setup.nodes(host_pages=200) as nodes:
+        server = nodes.head
+        eventually(partial(is_connected, nodes, way))
         for prompt in prompts:
             ask(server, prompt)
         flush(server)  # waits for the saves of each rank
         from_host = [ask(server, prompt) for prompt in prompts]
-        eventually(partial(is_kept, server, way))
+        eventually(partial(is_kept, nodes, way))
     return Run(setup, prompts, computed, on_device, from_host)
 
 
 @pytest.fixture(scope="module")
-def restarted(run: Run) -> Iterator[Server]:
+def restarted(run: Run) -> Iterator[Nodes]:
     """With little room, on what the one before left when it was killed."""
-    with run.setup.server(host_pages=30, pool=1536) as server:
-        eventually(partial(is_connected, server, run.setup.way))
-        yield server
+    with run.setup.nodes(host_pages=30, pool=1536) as nodes:
+        eventually(partial(is_connected, nodes, run.setup.way))
+        yield nodes
 
 
 def test_a_hit_from_dram_is_what_the_device_would_have_given(run: Run) -> None:
@@ -265,25 +295,25 @@ def test_a_hit_from_dram_is_what_the_device_would_have_given(run: Run) -> None:
 
 
 def test_a_hit_from_below_after_a_kill_is_what_the_device_would_have_given(
-    run: Run, restarted: Server
+    run: Run, restarted: Nodes
 ) -> None:
     way = run.setup.way
-    check_hits(run, [ask(restarted, prompt) for prompt in run.prompts], way.tier)
+    check_hits(run, [ask(restarted.head, prompt) for prompt in run.prompts], way.tier)
     if "--hier-kv-codec" in way.args:
         eventually(lambda: len(values_of(restarted, "disk_codec_pages_decoded")) == way.num_ranks)
 
 
 @pytest.mark.sampled("latent-remote")
-def test_with_many_at_once_and_too_little_room_stages_agree(run: Run, restarted: Server) -> None:
+def test_with_many_at_once_and_too_little_room_stages_agree(run: Run, restarted: Nodes) -> None:
     """What they have kept of it all answers as a device hit of the same length."""
     rng = random.Random(4)
     prompts = branching_prompts(rng, 3, 12)
     prompts = [prompt[:900] for prompt in prompts + prompts]
     with ThreadPoolExecutor(6) as pool:
-        mixed = list(pool.map(partial(ask, restarted), prompts))
+        mixed = list(pool.map(partial(ask, restarted.head), prompts))
     assert all(len(answer["output_ids"]) for answer in mixed)
-    flush(restarted)
-    again = [ask(restarted, prompt) for prompt in run.prompts]
+    flush(restarted.head)
+    again = [ask(restarted.head, prompt) for prompt in run.prompts]
     for on_device, one in zip(run.on_device, again, strict=True):
         is_same = on_device["meta_info"]["cached_tokens"] == one["meta_info"]["cached_tokens"]
         assert not is_same or answer_of(on_device) == answer_of(one)
@@ -296,9 +326,9 @@ def test_with_many_at_once_and_too_little_room_stages_agree(run: Run, restarted:
     assert "Found rank divergence" not in restarted.log()
 
 
-@pytest.mark.sampled("latent-states")
+@pytest.mark.sampled("latent-states-on-nodes")
 def test_where_one_rank_is_slow_all_compute_and_where_it_is_killed_the_server_ends(
-    run: Run, restarted: Server, tmp_path: Path
+    run: Run, restarted: Nodes, tmp_path: Path
 ) -> None:
     """It is killed while it reads for a request that all ranks hold; what is on disk stays good."""
     setup = run.setup
@@ -311,7 +341,8 @@ def test_where_one_rank_is_slow_all_compute_and_where_it_is_killed_the_server_en
     more = ["--hier-kv-prefetch-policy", "timeout", "--hier-kv-prefetch-timeout-ms", "1000"]
     more += ["--hier-kv-event-log", str(log)]
     env = {ENV_SPEED_FILE: str(speeds)}
-    with setup.server(host_pages=200, more=more, env=env) as server:
+    with setup.nodes(*more, host_pages=200, env=env) as nodes:
+        server = nodes.head
         (speeds / setup.last_rank).write_text("0.0001")  # now that it has read what records it has
         late = ask(server, run.prompts[-1])
         assert late["meta_info"]["cached_tokens"] == 0
@@ -319,13 +350,13 @@ def test_where_one_rank_is_slow_all_compute_and_where_it_is_killed_the_server_en
         with ThreadPoolExecutor(1) as pool:
             answer = pool.submit(ask, server, run.prompts[-2], 512)
             eventually(lambda: num_entered(log, setup.last_rank) == 2)
-            kill_last_rank(server, setup.way)
+            kill_last_rank(nodes, setup.way)
             with pytest.raises((ServerError, OSError)):
                 answer.result(PATIENCE_S)
-        eventually(lambda: not server.alive())
-        assert "Found rank divergence" not in server.log()
-    with setup.server(host_pages=200) as server:
-        check_hits(run, [ask(server, prompt) for prompt in run.prompts], "disk")
+        eventually(lambda: not any(node.alive() for node in nodes.nodes))
+        assert "Found rank divergence" not in nodes.log()
+    with setup.nodes(host_pages=200) as nodes:
+        check_hits(run, [ask(nodes.head, prompt) for prompt in run.prompts], "disk")
 
 
 def num_entered(log: Path, rank: str) -> int:
@@ -334,31 +365,33 @@ def num_entered(log: Path, rank: str) -> int:
     return sum('"e": "enqueued"' in line and '"on_disk": []' not in line for line in lines)
 
 
-def kill_last_rank(server: Server, way: Way) -> None:
-    """Of the last stage."""
+def kill_last_rank(nodes: Nodes, way: Way) -> None:
+    """Of the last stage; with several nodes all of its node."""
+    if way.num_nodes > 1:
+        nodes.other.kill()
+        return
     names = [f"PP{way.num_stages - 1}"]
     names += [f"TP{way.tp_size - 1}"] * (way.tp_size > 1)
     (rank,) = (
         process
-        for process in server.tree()
-        if "sglang::scheduler" in " ".join(process.cmdline())
-        and all(name in " ".join(process.cmdline()) for name in names)
+        for process in nodes.schedulers()
+        if all(name in " ".join(process.cmdline()) for name in names)
     )
     rank.kill()
 
 
 @pytest.mark.sampled("latent-remote")
-def test_what_one_rank_alone_has_lost_is_computed(run: Run, restarted: Server) -> None:
+def test_what_one_rank_alone_has_lost_is_computed(run: Run, restarted: Nodes) -> None:
     restarted.kill()
     setup = run.setup
     if setup.way.tier == "disk":
-        shutil.rmtree(setup.folder / "disk" / setup.last_rank)
+        shutil.rmtree(setup.last_disk)
     else:
         lose_a_rank(setup.shared, setup.way.num_ranks)
-    with setup.server(host_pages=200) as server:
-        eventually(partial(is_connected, server, setup.way))
-        found = [ask(server, prompt) for prompt in run.prompts]
-        assert "Found rank divergence" not in server.log()
+    with setup.nodes(host_pages=200) as nodes:
+        eventually(partial(is_connected, nodes, setup.way))
+        found = [ask(nodes.head, prompt) for prompt in run.prompts]
+        assert "Found rank divergence" not in nodes.log()
     assert [one["meta_info"]["cached_tokens"] for one in found] == [0] * len(found)
     assert [answer_of(one) for one in found] == [answer_of(one) for one in run.computed]
 
@@ -386,28 +419,29 @@ def flush(server: Server) -> None:
     server.post(f"/flush_cache?timeout={PATIENCE_S}")
 
 
-def values_of(server: Server, value: str) -> list[float]:
-    """A value of the plugin's, of each rank that has published it."""
+def values_of(nodes: Nodes, value: str) -> list[float]:
+    """A value of the plugin's, of each rank that has published it at its node."""
     found: dict[tuple[str, str], float] = {}
-    for metric in text_string_to_metric_families(server.get("/metrics")):
+    told = [text_string_to_metric_families(node.get("/metrics")) for node in nodes.nodes]
+    for metric in chain(*told):
         for sample in metric.samples:
             if value in (sample.labels.get("of"), sample.labels.get("event")):
                 found[sample.labels["pp_rank"], sample.labels["tp_rank"]] = sample.value
     return list(found.values())
 
 
-def is_connected(server: Server, way: Way) -> bool:
+def is_connected(nodes: Nodes, way: Way) -> bool:
     """Whether each rank has found the remote store, if it has one."""
     if way.tier == "disk":
         return True
-    return values_of(server, "remote_breaker_state") == [0.0] * way.num_ranks
+    return values_of(nodes, "remote_breaker_state") == [0.0] * way.num_ranks
 
 
-def is_kept(server: Server, way: Way) -> bool:
+def is_kept(nodes: Nodes, way: Way) -> bool:
     """Whether each rank has below DRAM what it has saved.
 
     What it publishes once a second may be older than its last saves. Loads came behind these.
     """
-    loaded, saved = values_of(server, "loaded_pages"), values_of(server, "saved_pages")
-    written = values_of(server, "remote_written_pages" if way.tier == "remote" else "written_pages")
+    loaded, saved = values_of(nodes, "loaded_pages"), values_of(nodes, "saved_pages")
+    written = values_of(nodes, "remote_written_pages" if way.tier == "remote" else "written_pages")
     return len(loaded) == way.num_ranks and min(loaded) > 0 and saved == written

@@ -65,7 +65,8 @@ class Row:
     phrases: tuple[Phrase, ...] = ()
 
 
-def _setting(**values: Any) -> SetUp:
+def setting(**values: Any) -> SetUp:
+    """Settings of the plugin."""
     return {"config": values}
 
 
@@ -77,7 +78,7 @@ def _codec_beside_blocks() -> None:
 KV: SetUp = {"kind": "mha", "architecture": "LlamaForCausalLM"}
 LATENT: SetUp = {"kind": "mla", "architecture": "DeepseekV3ForCausalLM"}
 INDEXED: SetUp = {"kind": "indexed", "architecture": "DeepseekV32ForCausalLM"}
-_OSS, MELLUM, _LAGUNA, LLAMA4 = (
+OSS, MELLUM, LAGUNA, LLAMA4 = (
     {"kind": "swa", "architecture": name}
     for name in (
         "GptOssForCausalLM", "MellumForCausalLM", "LagunaForCausalLM",
@@ -85,27 +86,27 @@ _OSS, MELLUM, _LAGUNA, LLAMA4 = (
     )
 )  # fmt: skip
 _KEPT = {"mamba_radix_cache_strategy": "extra_buffer"}
-_NEMOTRON, _QWEN35, _QWEN35_IMAGES, NEXT, _GRANITE = (
+NEMOTRON, QWEN35, QWEN35_IMAGES, NEXT, GRANITE = (
     {"kind": "state", "architecture": name, **_KEPT}
     for name in (
         "NemotronHForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
         "Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM",
     )
 )  # fmt: skip
-KIMI, _KIMI_K3 = (
+KIMI, KIMI_K3 = (
     {"kind": "state beside latent rows", "architecture": name, **_KEPT}
     for name in ("KimiLinearForCausalLM", "KimiK3ForConditionalGeneration")
 )
 
-_STAGES = {"pp_size": 2}
-_SEVERAL_NODES = {"nnodes": 2}
-_GROUPS = {"tp_size": 2, "attn_dp_size": 2}
+STAGES = {"pp_size": 2}
+SEVERAL_NODES = {"nnodes": 2}
+GROUPS = {"tp_size": 2, "attn_dp_size": 2}
 ADAPTERS = ({"enable_lora": True}, {"lora_paths": ["a"]})
-_SESSIONS = ({"enable_streaming_session": True}, {"enable_session_radix_cache": True})
-RUST, _SLO = _setting(tree_core="rust"), _setting(slo_ms=100.0)
-OVERFLOW, MATCH, _ALL = (_setting(truncation=each) for each in ("overflow", "match", "all"))
-LOSSLESS, LOSSY, REMOTE_LOSSY, _ZSTD = (
-    _setting(codec=each, disk_dir="/d", remote_url="file:///d")
+SESSIONS = ({"enable_streaming_session": True}, {"enable_session_radix_cache": True})
+RUST, _SLO = setting(tree_core="rust"), setting(slo_ms=100.0)
+OVERFLOW, MATCH, _ALL = (setting(truncation=each) for each in ("overflow", "match", "all"))
+LOSSLESS, LOSSY, REMOTE_LOSSY, ZSTD = (
+    setting(codec=each, disk_dir="/d", remote_url="file:///d")
     for each in ("lossless", "hier", "remote=cachegen-paper", "remote=zstd")
 )
 _FP8 = ({"kv_cache_dtype": "fp8_e4m3"}, {"kv_cache_dtype": "fp8_e5m2"})
@@ -124,7 +125,7 @@ BY_MODE: dict[str, Row] = {
         ),
     ),
     "models of K and V (windows and Mamba2's states among them, latent rows not)": Row(
-        (KV, _OSS, _NEMOTRON),
+        (KV, OSS, NEMOTRON),
         (
             Phrase(
                 "`SGLANG_USE_HND_KVCACHE`",
@@ -148,12 +149,12 @@ BY_MODE: dict[str, Row] = {
     ),
     "pipeline stages": Row(),
     "data parallel attention": Row(
-        ({**KV, **_GROUPS}, {**KV, "enable_dp_attention": True}),
+        ({**KV, **GROUPS}, {**KV, "enable_dp_attention": True}),
         (
             Phrase(
                 "`--hier-kv-truncation match` or `all`",
                 (MATCH, _ALL),
-                served=(changed({**KV, **_GROUPS}, OVERFLOW),),
+                served=(changed({**KV, **GROUPS}, OVERFLOW),),
             ),
             Phrase(
                 "but those of EAGLE and EAGLE3",
@@ -162,7 +163,7 @@ BY_MODE: dict[str, Row] = {
                     for each in ("STANDALONE", "NGRAM")
                 ),
                 served=tuple(
-                    {**each, **_GROUPS, "speculative_algorithm": "EAGLE"}
+                    {**each, **GROUPS, "speculative_algorithm": "EAGLE"}
                     for each in (LATENT, INDEXED)
                 ),
             ),
@@ -170,19 +171,18 @@ BY_MODE: dict[str, Row] = {
             Phrase("streaming sessions", ({"enable_streaming_session": True},)),
             Phrase("`--enable-session-radix-cache`", ({"enable_session_radix_cache": True},)),
             Phrase("`--enable-prefill-delayer`", ({"enable_prefill_delayer": True},)),
-            Phrase("Kimi Linear", (_GROUPS,), on=(KIMI,), served=({**_KIMI_K3, **_GROUPS},)),
+            Phrase("Kimi Linear", (GROUPS,), on=(KIMI,), served=({**KIMI_K3, **GROUPS},)),
         ),
     ),
     "layers of windows in a pool of their own": Row(
-        (_OSS, MELLUM),
+        (OSS, MELLUM),
         (
             Phrase(
                 "pipeline stages but for gpt-oss",
-                (_STAGES,),
-                on=(MELLUM, _LAGUNA, LLAMA4),
-                served=({**_OSS, **_STAGES},),
+                (STAGES,),
+                on=(MELLUM, LAGUNA, LLAMA4),
+                served=({**OSS, **STAGES},),
             ),
-            Phrase("these on several nodes", (_SEVERAL_NODES,), on=({**_OSS, **_STAGES},)),
             Phrase("`--hier-kv-tree-core rust`", (RUST,)),
             Phrase("`--swa-prefix-tails`", ({"swa_prefix_tails": 2},)),
             Phrase(
@@ -194,23 +194,18 @@ BY_MODE: dict[str, Row] = {
                 ({"enable_decoder_swa_bounded_replay": True},),
             ),
             Phrase(
-                "what the table of models names", (*ADAPTERS, *_SESSIONS, _SLO, LOSSY)
+                "what the table of models names", (*ADAPTERS, *SESSIONS, _SLO, LOSSY)
             ),
         ),
     ),
     "layers with a state": Row(
-        (_NEMOTRON, NEXT, KIMI),
+        (NEMOTRON, NEXT, KIMI),
         (
             Phrase(
                 "pipeline stages but for Nemotron-H, Qwen3.5 (text) and Kimi Linear",
-                (_STAGES,),
-                on=(NEXT, _GRANITE, _QWEN35_IMAGES, _KIMI_K3),
-                served=tuple({**each, **_STAGES} for each in (_NEMOTRON, _QWEN35, KIMI)),
-            ),
-            Phrase(
-                "these on several nodes",
-                (_SEVERAL_NODES,),
-                on=tuple({**each, **_STAGES} for each in (_NEMOTRON, _QWEN35, KIMI)),
+                (STAGES,),
+                on=(NEXT, GRANITE, QWEN35_IMAGES, KIMI_K3),
+                served=tuple({**each, **STAGES} for each in (NEMOTRON, QWEN35, KIMI)),
             ),
             Phrase("`--hier-kv-tree-core rust`", (RUST,)),
             Phrase(
@@ -218,17 +213,17 @@ BY_MODE: dict[str, Row] = {
                 ({"mamba_radix_cache_strategy": "no_buffer"},),
             ),
             Phrase("`--hier-kv-slo-ms`", (_SLO,)),
-            Phrase("what the table of models names", (*ADAPTERS, *_SESSIONS, LOSSY)),
+            Phrase("what the table of models names", (*ADAPTERS, *SESSIONS, LOSSY)),
         ),
     ),
     "rows of an index beside latent ones": Row(
         (INDEXED,),
         (
             Phrase("whole schedulers", ({"dp_size": 2},)),
-            Phrase("stages", (_STAGES,)),
+            Phrase("stages", (STAGES,)),
             Phrase("`--hier-kv-tree-core rust`", (RUST,)),
             Phrase("adapters", ADAPTERS),
-            Phrase("sessions", _SESSIONS),
+            Phrase("sessions", SESSIONS),
             Phrase(
                 "a codec that loses something",
                 (LOSSY,),
@@ -253,12 +248,12 @@ _DRAFTS = tuple(_guesses(each, KV) for each in ("EAGLE", "EAGLE3", "STANDALONE")
 NGRAM = _guesses("NGRAM", KV)
 STANDALONE = _DRAFTS[2]
 _LATENT_DRAFTS = tuple(_guesses("EAGLE", each) for each in (LATENT, INDEXED))
-_OSS_DRAFT = _guesses("EAGLE3", _OSS)
-_STATE_DRAFTS = tuple(_guesses("EAGLE", each) for each in (NEXT, _QWEN35, _NEMOTRON))
+_OSS_DRAFT = _guesses("EAGLE3", OSS)
+_STATE_DRAFTS = tuple(_guesses("EAGLE", each) for each in (NEXT, QWEN35, NEMOTRON))
 _ANY = (*_DRAFTS, NGRAM, *_LATENT_DRAFTS, _OSS_DRAFT, *_STATE_DRAFTS)
 ANY_DRAFT = tuple(each for each in _ANY if each is not NGRAM)
 _GROUPED_DRAFTS = tuple(
-    {**each, **_GROUPS} for each in (_DRAFTS[1], *_LATENT_DRAFTS, _OSS_DRAFT, *_STATE_DRAFTS[:2])
+    {**each, **GROUPS} for each in (_DRAFTS[1], *_LATENT_DRAFTS, _OSS_DRAFT, *_STATE_DRAFTS[:2])
 )
 TREE = {"speculative_eagle_topk": 8, "speculative_num_draft_tokens": 32}
 _ADAPTIVE = {"speculative_adaptive": True}
@@ -300,7 +295,7 @@ OF_SPECULATION: dict[str, Row] = {
         )
     ),
     "adapters and sessions": Row(
-        _ANY, (Phrase("adapters", ADAPTERS), Phrase("sessions", _SESSIONS))
+        _ANY, (Phrase("adapters", ADAPTERS), Phrase("sessions", SESSIONS))
     ),
     "`--hier-kv-truncation`": Row(
         phrases=(
@@ -401,7 +396,7 @@ BY_DRAFT: dict[str, Row] = {
             Phrase(
                 "Window layers in a pool of their own",
                 ({"speculative_algorithm": "NGRAM"},),
-                on=({**_OSS, "attention_backend": "triton", "speculative_eagle_topk": 1},),
+                on=({**OSS, "attention_backend": "triton", "speculative_eagle_topk": 1},),
             ),
         ),
     ),
@@ -416,7 +411,7 @@ BY_DRAFT: dict[str, Row] = {
             ),
             Phrase(
                 "with data parallel attention any codec",
-                (LOSSLESS, _ZSTD),
+                (LOSSLESS, ZSTD),
                 on=_GROUPED_DRAFTS,
                 served=(
                     *(changed(each, LOSSLESS) for each in (*_DRAFTS, *_LATENT_DRAFTS)),
@@ -454,7 +449,7 @@ BY_DRAFT: dict[str, Row] = {
             ),
             Phrase(
                 "for gpt-oss with a draft of full layers",
-                tuple({"architecture": each["architecture"]} for each in (MELLUM, _LAGUNA)),
+                tuple({"architecture": each["architecture"]} for each in (MELLUM, LAGUNA)),
             ),
             Phrase(
                 "a codec, where K and V of the draft have another shape than the model's",
@@ -523,7 +518,7 @@ BY_DRAFT: dict[str, Row] = {
     "a draft model, with data parallel attention": Row(
         _GROUPED_DRAFTS,
         (
-            Phrase("a codec", (LOSSLESS, _ZSTD)),
+            Phrase("a codec", (LOSSLESS, ZSTD)),
             Phrase(
                 "NGRAM and STANDALONE",
                 ({"speculative_algorithm": "NGRAM"}, {"speculative_algorithm": "STANDALONE"}),
@@ -531,9 +526,9 @@ BY_DRAFT: dict[str, Row] = {
             Phrase(
                 "with K and V of every head all but EAGLE3",
                 ({"speculative_algorithm": "EAGLE"},),
-                on=({**_DRAFTS[1], **_GROUPS},),
+                on=({**_DRAFTS[1], **GROUPS},),
             ),
-            Phrase("Nemotron-H", (_GROUPS,), on=_STATE_DRAFTS[2:]),
+            Phrase("Nemotron-H", (GROUPS,), on=_STATE_DRAFTS[2:]),
             Phrase(
                 "`SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION`",
                 ({"variables": {"SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION": "1"}},),
@@ -545,9 +540,9 @@ BY_DRAFT: dict[str, Row] = {
             Phrase(
                 "but for latent rows trees, `--hier-kv-truncation` and SGLang 0.5.22",
                 (TREE, OVERFLOW, {"release": "0.5.22"}),
-                on=({**_DRAFTS[1], **_GROUPS},),
+                on=({**_DRAFTS[1], **GROUPS},),
                 served=tuple(
-                    changed({**each, **_GROUPS}, more)
+                    changed({**each, **GROUPS}, more)
                     for each in _LATENT_DRAFTS[:1]
                     for more in (OVERFLOW, {"release": "0.5.22"})
                 ),

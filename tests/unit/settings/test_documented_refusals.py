@@ -12,6 +12,7 @@ from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.refusals import Resolved, check_resolved
 from tests.unit.settings.documented_disaggregation import OF_DISAGGREGATION
+from tests.unit.settings.documented_parallel import OF_RANKS, SERVED_UNTRIED
 from tests.unit.settings.documented_refusals import (
     BY_DRAFT,
     BY_MODE,
@@ -25,12 +26,16 @@ from tests.unit.settings.documented_refusals import (
 
 DOCS = Path(__file__).resolve().parents[3] / "docs"
 _SPLIT = "prefill and decode servers: "
+_RANKS = "ranks: "
 ROWS = {
     **BY_MODE,
     **OF_SPECULATION,
     **BY_DRAFT,
     **{_SPLIT + name: row for name, row in OF_DISAGGREGATION.items()},
+    **{_RANKS + name: row for name, row in OF_RANKS.items()},
 }
+_REFUSED = "**Refused at start**, each with one sentence:"
+_ENDS = "Why:"
 PHRASES = [(row, phrase) for row in ROWS.values() for phrase in row.phrases]
 
 
@@ -58,7 +63,9 @@ def _documented() -> dict[str, str]:
     tables |= _named(_bullets(f"- {speculation}"), OF_SPECULATION)
     split = _part("## What is refused", "Later in the start:", "disaggregation.md")
     rows = _table(split) | _named(_bullets(split), OF_DISAGGREGATION)
-    return tables | {_SPLIT + name: says for name, says in rows.items()}
+    tables |= {_SPLIT + name: says for name, says in rows.items()}
+    ranks = _table(_part(_REFUSED, _ENDS, "parallel.md"))
+    return tables | {_RANKS + name: says for name, says in ranks.items()}
 
 
 def _named(bullets: list[str], rows: Mapping[str, Row]) -> dict[str, str]:
@@ -123,3 +130,13 @@ def test_what_the_page_says_is_refused_is_refused_and_its_exceptions_are_served(
     for refuse in phrase.late:
         with pytest.raises(HierKVConfigError):
             refuse()
+
+
+def test_what_the_page_of_ranks_says_is_served_but_was_not_tried_is_served(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    after, before = "**Served but not tried, or not run:**", "## When something is wrong"
+    rows = re.findall(r"^\| (.*?) \| .* \|$", _part(after, before, "parallel.md"), re.MULTILINE)
+    assert rows == ["subject", *SERVED_UNTRIED]
+    for set_up in (each for set_ups in SERVED_UNTRIED.values() for each in set_ups):
+        assert _answer(set_up, monkeypatch) == "", f"is refused: {set_up}"

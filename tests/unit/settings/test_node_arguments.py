@@ -17,6 +17,7 @@ from sglang.srt.server_args import ServerArgs  # noqa: E402
 from sglang_ext.errors import HierKVConfigError  # noqa: E402
 from sglang_ext.ranks.same_settings import agree_on_settings, settings_of  # noqa: E402
 from sglang_ext.seam.start.ranks import arguments_of_nodes  # noqa: E402
+from sglang_ext.settings.arguments import on_all_nodes  # noqa: E402
 from sglang_ext.settings.config import HierKVConfig  # noqa: E402
 from testkit.server import TINYLM  # noqa: E402
 
@@ -31,6 +32,21 @@ def agree(*of_nodes: dict[str, Any]) -> None:
         args.resolve_once()
         found.append(settings_of(HierKVConfig(), node, "", arguments_of_nodes(args)))
     agree_on_settings(found[0], lambda _: [json.dumps(asdict(each)).encode() for each in found])
+
+
+@pytest.mark.parametrize("name", ["SGLANG_PP_LAYER_PARTITION", "SGLANG_MAMBA_CONV_DTYPE"])
+def test_nodes_whose_stages_or_states_are_others_by_variables_are_refused(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A namespace has a rank's own layers and states; what it computes comes from the others'."""
+    found = []
+    for node, value in enumerate(("5,3", "4,4")):
+        monkeypatch.setenv(name, value)
+        found.append(settings_of(HierKVConfig(), node, "", on_all_nodes(lambda _: None)))
+    sent = [json.dumps(asdict(each)).encode() for each in found]
+    with pytest.raises(HierKVConfigError, match=f"same {name} on every node, got '?5,3'? on node"):
+        agree_on_settings(found[0], lambda _: sent)
+    agree_on_settings(found[0], lambda _: [sent[0], sent[0]])
 
 
 def by_old_names(num_groups: int) -> dict[str, Any]:

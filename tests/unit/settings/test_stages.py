@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -103,15 +104,29 @@ def test_windows_that_were_run_in_stages_are_served() -> None:
         ("KimiLinearForCausalLM", "state beside latent rows"),
     ],
 )
-def test_models_with_states_that_were_run_in_stages_are_served_on_one_node(
+def test_models_with_states_that_were_run_in_stages_are_served_on_one_node_and_on_two(
     architecture: str, kind: str
 ) -> None:
     values = {"mamba_radix_cache_strategy": "extra_buffer", **STAGES}
     one = Resolved(values, values, dict.fromkeys(values), kind, architecture=architecture)
     check_resolved(one, HierKVConfig())
-    two = replace(one, values={**values, "nnodes": 2})
-    with pytest.raises(HierKVConfigError, match="one node for pipeline stages"):
-        check_resolved(two, HierKVConfig())
+    check_resolved(replace(one, values={**values, "nnodes": 2}), HierKVConfig())
+
+
+@pytest.mark.parametrize(("num_stages", "num_nodes"), [(3, 2), (2, 3), (6, 4), (4, 6)])
+def test_nodes_that_would_wait_for_stages_that_nobody_starts_are_refused(
+    num_stages: int, num_nodes: int
+) -> None:
+    """Of a stage SGLang starts as many ranks as fit; its own check is of all ranks together."""
+    values = {**STAGES, "tp_size": 6, "pp_size": num_stages, "nnodes": num_nodes}
+    words = (
+        f"--enable-hier-kv needs --nnodes that divides --pp-size {num_stages} or is a multiple of "
+        f"it, with several pipeline stages, got {num_nodes}; change it or leave --pp-size out."
+    )
+    with pytest.raises(HierKVConfigError, match=re.escape(words)):
+        check(**values)
+    for fitting in (1, num_stages, 2 * num_stages):
+        check(**{**values, "nnodes": fitting})
 
 
 @pytest.mark.parametrize(
