@@ -17,7 +17,7 @@ from typing import Any
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.disaggregation import is_disaggregated
 from sglang_ext.settings.indexed import KIND as INDEXED
-from sglang_ext.settings.lossless import any_codec, lossy_codec
+from sglang_ext.settings.lossless import lossy_codec
 from sglang_ext.settings.model_kinds import STATE_KINDS
 from sglang_ext.settings.untried import (
     NEWEST_RELEASE,
@@ -206,12 +206,12 @@ def _outside_codecs(
 ) -> Iterator[tuple[str, Any]]:
     """Codecs, and ways to use them, that were not tried with a draft's layers in a page."""
     codec = "a --hier-kv-codec that loses nothing"
-    if kind == "mha":
+    if has_attention_dp(read):
+        yield f"{codec} (with data parallel attention)", lossy_codec(config)
+    elif kind == "mha":
         yield f"{codec}, or hier", lossy_codec(config, but="hier")
     else:
         yield codec, lossy_codec(config)
-    with_groups = "--hier-kv-codec none (with data parallel attention)"
-    yield with_groups, any_codec(config) if has_attention_dp(read) else ""
     yield "--hier-kv-slo-ms 0", f"{config.slo_ms:g}"
 
 

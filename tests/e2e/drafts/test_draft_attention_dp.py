@@ -5,7 +5,7 @@ to do with idle batches of model and draft. What a group restores is compared wi
 bit for bit, as is how many guesses are right; without the draft's rows fewer would be
 (`test_state_drafts.py`, `test_window_drafts.py`). What one group generated is compared with what
 the other one stores of the same text, which it computes as a prompt: no guess is in it that was
-wrong. A group finds what the other one has put into a shared store.
+wrong. A group finds what it and the other one have put into a shared store, where it is coded.
 
 By default Qwen3-Next with its draft layer has groups of one rank; the long form has Qwen3.5, and
 EAGLE3 of a gpt-oss and of a Qwen 3, groups of two ranks, and groups on nodes of their own.
@@ -35,7 +35,7 @@ from testkit.drafts.nextn import NEXTN
 from testkit.drafts.state_nextn import DRAFTED_MODELS, write_drafted_model
 from testkit.requests import flush_device
 from testkit.server import Server
-from tests.e2e.drafts.restored import check_same
+from tests.e2e.drafts.restored import check_same, codecs_on_disk
 from tests.e2e.drafts.test_speculation import guesses, page_keys, records, share
 from tests.e2e.hier_server import (
     ask,
@@ -66,6 +66,9 @@ BASE += ["--max-total-tokens", "4096", "--enable-hier-kv", "--hier-kv-host-size"
 BASE += ["--hier-kv-write-policy", "write_through", "--hier-kv-prefetch-policy", "timeout"]
 BASE += ["--hier-kv-prefetch-timeout-ms", "60000", "--hier-kv-disk-size", "0.5"]
 BASE += ["--hier-kv-disk-segment-size", "0.01"]
+
+
+CODED = ["--hier-kv-codec", "disk=lossless,remote=lossless"]
 
 
 @dataclass(frozen=True)
@@ -214,7 +217,7 @@ def test_what_a_group_restores_answers_and_guesses_as_a_device_hit(
         check_agreed(nodes.log(), num_ranks(case.way))
     check_verified_alone(case, tmp_path, texts)
     (tmp_path / "store").mkdir()
-    args += ["--hier-kv-remote-url", f"file://{tmp_path / 'store'}?size=1GB"]
+    args += ["--hier-kv-remote-url", f"file://{tmp_path / 'store'}?size=1GB", *CODED]
     with server_of(case, tmp_path, args) as nodes:  # after a kill -9
         server = connected(nodes.head)
         found = answers(server, SECOND)
@@ -231,7 +234,14 @@ def test_what_a_group_restores_answers_and_guesses_as_a_device_hit(
             np.testing.assert_allclose(values, expected, atol=ROUNDING[case.dtype], rtol=0)
         assert abs(share(fetched) - share(hits)) < 0.1
         settled(server)
+        clear_tiers(server)
+        again = answers(server, SECOND)
+        check_restored(again, hits, "remote")
+        check_same(again, hits)
+        settled(server)
         for rank in every_rank(server):
             for failures in ("save_failures", "load_failures", "remote_failed_pages"):
                 assert rank["host"].get(failures, 0) == 0
+        assert sum(rank["host"].get("remote_coded_pages", 0) for rank in every_rank(server)) > 0
         check_agreed(nodes.log(), num_ranks(case.way))
+    assert "lossless" in codecs_on_disk(tmp_path)

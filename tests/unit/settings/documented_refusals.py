@@ -412,13 +412,8 @@ BY_DRAFT: dict[str, Row] = {
             Phrase(
                 "lossy codecs but `hier` with K and V of every head",
                 (REMOTE_LOSSY,),
-                served=tuple(changed(each, LOSSY) for each in _DRAFTS),
-            ),
-            Phrase(
-                "with data parallel attention any codec",
-                (LOSSLESS, _ZSTD),
-                on=_GROUPED_DRAFTS,
                 served=(
+                    *(changed(each, LOSSY) for each in _DRAFTS),
                     *(changed(each, LOSSLESS) for each in (*_DRAFTS, *_LATENT_DRAFTS)),
                     *(changed({**each, **PREFILL}, LOSSLESS) for each in _DRAFTS[:2]),
                 ),
@@ -523,7 +518,15 @@ BY_DRAFT: dict[str, Row] = {
     "a draft model, with data parallel attention": Row(
         _GROUPED_DRAFTS,
         (
-            Phrase("a codec", (LOSSLESS, _ZSTD)),
+            Phrase(
+                "a codec that loses something",
+                (LOSSY, REMOTE_LOSSY),
+                served=tuple(
+                    changed(each, codec)
+                    for each in _GROUPED_DRAFTS
+                    for codec in (LOSSLESS, _ZSTD)
+                ),
+            ),
             Phrase(
                 "NGRAM and STANDALONE",
                 ({"speculative_algorithm": "NGRAM"}, {"speculative_algorithm": "STANDALONE"}),

@@ -101,10 +101,11 @@ def test_drafts_that_sglang_has_whole_in_a_group_are_served_with_data_parallel_a
 ) -> None:
     check(algorithm, **model, **GROUPS, config={"remote_url": "file:///d"})
     check(algorithm, **model, tp_size=2, dp_size=2, enable_dp_attention=True)
+    check(algorithm, **model, **GROUPS, config={"codec": "lossless"})
     for more, words in (
         ({"release": "0.5.22"}, r"SGLang 0\.5\.23.* got 0\.5\.22"),
         ({"config": {"truncation": "overflow"}}, "--hier-kv-truncation off.* got overflow;"),
-        ({"config": {"codec": "lossless"}}, "--hier-kv-codec none.* got lossless;"),
+        ({"config": {"codec": "hier"}}, "a --hier-kv-codec that loses nothing .* got hier;"),
         (TREES, "--speculative-eagle-topk 1.* got 8;"),
     ):
         with pytest.raises(HierKVConfigError, match=words):
@@ -346,9 +347,9 @@ REFUSED = [
     ),
     (
         "EAGLE",
-        {"kind": "mla", "attn_dp_size": 2, "tp_size": 2, "config": {"codec": "lossless"}},
-        "--hier-kv-codec none (with data parallel attention) with",
-        "lossless",
+        {"kind": "mla", "attn_dp_size": 2, "tp_size": 2, "config": {"codec": "hier"}},
+        "a --hier-kv-codec that loses nothing (with data parallel attention) with",
+        "hier",
     ),
     (
         "EAGLE",
