@@ -75,6 +75,9 @@ def _codec_beside_blocks() -> None:
 
 
 KV: SetUp = {"kind": "mha", "architecture": "LlamaForCausalLM"}
+_GLM: SetUp = {
+    "kind": "mha", "architecture": "Glm4MoeForCausalLM", "draft": "Glm4MoeForCausalLMNextN"
+}  # fmt: skip
 LATENT: SetUp = {"kind": "mla", "architecture": "DeepseekV3ForCausalLM"}
 INDEXED: SetUp = {"kind": "indexed", "architecture": "DeepseekV32ForCausalLM"}
 _OSS, MELLUM, _LAGUNA, LLAMA4 = (
@@ -274,7 +277,12 @@ OF_SPECULATION: dict[str, Row] = {
                 on=(NGRAM,),
                 served=tuple({**each, **TREE} for each in _DRAFTS),
             ),
-            Phrase("K and V of every head", (TREE,), on=(*_LATENT_DRAFTS, *_STATE_DRAFTS)),
+            Phrase(
+                "K and V of every head or latent rows alone",
+                (TREE,),
+                on=(_LATENT_DRAFTS[1], *_STATE_DRAFTS),
+                served=({**_LATENT_DRAFTS[0], **TREE},),
+            ),
             Phrase(
                 "SGLang 0.5.23",
                 ({"release": "0.5.22"},),
@@ -293,9 +301,14 @@ OF_SPECULATION: dict[str, Row] = {
                 ),
             ),
             Phrase(
+                "for latent rows `triton` alone",
+                ({"attention_backend": "flashinfer"}, {"attention_backend": "fa3"}),
+                on=({**_LATENT_DRAFTS[0], **TREE},),
+            ),
+            Phrase(
                 "no `--disaggregation-mode`",
                 (PREFILL, DECODE),
-                on=tuple({**each, **TREE} for each in _DRAFTS[:2]),
+                on=tuple({**each, **TREE} for each in (*_DRAFTS[:2], _LATENT_DRAFTS[0])),
             ),
         )
     ),
@@ -532,9 +545,10 @@ BY_DRAFT: dict[str, Row] = {
                 ({"speculative_algorithm": "NGRAM"}, {"speculative_algorithm": "STANDALONE"}),
             ),
             Phrase(
-                "with K and V of every head all but EAGLE3",
+                "with K and V of every head all but EAGLE3 and GLM-4.5 with its own draft layer",
                 ({"speculative_algorithm": "EAGLE"},),
                 on=({**_DRAFTS[1], **_GROUPS},),
+                served=({**_guesses("EAGLE", _GLM), **_GROUPS},),
             ),
             Phrase("Nemotron-H", (_GROUPS,), on=_STATE_DRAFTS[2:]),
             Phrase(
@@ -546,14 +560,15 @@ BY_DRAFT: dict[str, Row] = {
                 ({"speculative_skip_dp_mlp_sync": True},),
             ),
             Phrase(
-                "but for latent rows trees, `--hier-kv-truncation` and SGLang 0.5.22",
-                (TREE, OVERFLOW, {"release": "0.5.22"}),
+                "trees",
+                (TREE,),
+                on=({**_DRAFTS[1], **_GROUPS}, {**_LATENT_DRAFTS[0], **_GROUPS}),
+            ),
+            Phrase(
+                "but for latent rows SGLang 0.5.22",
+                ({"release": "0.5.22"},),
                 on=({**_DRAFTS[1], **_GROUPS},),
-                served=tuple(
-                    changed({**each, **_GROUPS}, more)
-                    for each in _LATENT_DRAFTS[:1]
-                    for more in (OVERFLOW, {"release": "0.5.22"})
-                ),
+                served=({**_LATENT_DRAFTS[0], **_GROUPS, "release": "0.5.22"},),
             ),
         ),
     ),

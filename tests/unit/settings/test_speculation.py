@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.arguments import flag
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.refusals import Resolved, check_branches, check_keys, check_resolved
 from sglang_ext.settings.speculation import DRAFTED_HYBRIDS, WINDOW_TARGETS
@@ -50,6 +51,11 @@ def test_trees_of_drafts_are_served_where_sglang_has_them_in_pages(
     check(algorithm, **TREES, attention_backend=backend, tp_size=2)
 
 
+def test_trees_of_drafts_are_served_over_latent_rows_where_attention_masks_them() -> None:
+    check("EAGLE", "mla", **TREES, attention_backend="triton", tp_size=2)
+    check_branches({**TREES, "speculative_algorithm": "EAGLE"}.get, "mla")
+
+
 @pytest.mark.parametrize("backend", ["triton", "flashinfer", "intel_amx", "cpu_extend"])
 def test_ngrams_are_served_where_attention_masks_branches(backend: str) -> None:
     check("NGRAM", attention_backend=backend)
@@ -84,6 +90,7 @@ def test_chains_are_served_whose_length_sglang_adapts(algorithm: str, kind: str)
 
 
 STATES: dict[str, Any] = {"kind": "state", "architecture": "Qwen3NextForCausalLM"}
+GLM = {"architecture": "Glm4MoeForCausalLM", "draft": "Glm4MoeForCausalLMNextN"}
 GROUPS: dict[str, Any] = {"tp_size": 4, "attn_dp_size": 2}
 
 
@@ -94,6 +101,7 @@ GROUPS: dict[str, Any] = {"tp_size": 4, "attn_dp_size": 2}
         ("EAGLE", {**STATES, "architecture": "Qwen3_5MoeForConditionalGeneration"}),
         ("EAGLE3", {"kind": "swa", "architecture": "GptOssForCausalLM"}),
         ("EAGLE3", {}),
+        ("EAGLE", GLM),
     ],
 )
 def test_drafts_that_sglang_has_whole_in_a_group_are_served_with_data_parallel_attention(
@@ -104,12 +112,22 @@ def test_drafts_that_sglang_has_whole_in_a_group_are_served_with_data_parallel_a
     check(algorithm, **model, **GROUPS, config={"codec": "lossless"})
     for more, words in (
         ({"release": "0.5.22"}, r"SGLang 0\.5\.23.* got 0\.5\.22"),
-        ({"config": {"truncation": "overflow"}}, "--hier-kv-truncation off.* got overflow;"),
         ({"config": {"codec": "hier"}}, "a --hier-kv-codec that loses nothing .* got hier;"),
-        (TREES, "--speculative-eagle-topk 1.* got 8;"),
+        (TREES, "--speculative-eagle-topk 1 .* got 8;"),
     ):
         with pytest.raises(HierKVConfigError, match=words):
             check(algorithm, **{**model, **more}, **GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model"), [("EAGLE3", {}), ("EAGLE", GLM), ("EAGLE", {"kind": "mla"})]
+)
+def test_prompts_are_cut_with_drafts_and_data_parallel_attention(
+    algorithm: str, model: dict[str, Any]
+) -> None:
+    check(algorithm, **model, **GROUPS, config={"truncation": "overflow"})
+    with pytest.raises(HierKVConfigError, match=r"--hier-kv-truncation .* got match"):
+        check(algorithm, **model, **GROUPS, config={"truncation": "match"})
 
 
 @pytest.mark.parametrize(("architecture", "draft"), DRAFTED_HYBRIDS.items())
@@ -159,9 +177,31 @@ OSS = {"kind": "swa", "architecture": "GptOssForCausalLM"}
 REFUSED = [
     (
         "EAGLE",
-        {**TREES, "kind": "mla"},
-        "--speculative-eagle-topk 1 (more with K and V of every head in every layer) with",
+        {**TREES, "kind": "indexed"},
+        "--speculative-eagle-topk 1 (more with K and V of every head, or latent rows alone) with",
         "8",
+    ),
+    *(
+        (
+            "EAGLE",
+            {**TREES, "kind": "mla", name: backend},
+            f"--{flag(name)} triton (over latent rows it alone masks branches right)",
+            backend,
+        )
+        for name in ("attention_backend", "speculative_draft_attention_backend")
+        for backend in ("fa3", "flashinfer")
+    ),
+    (
+        "EAGLE",
+        {**TREES, **GROUPS, "kind": "mla"},
+        "--speculative-eagle-topk 1 (with data parallel attention) with",
+        "8",
+    ),
+    (
+        "EAGLE",
+        {**GROUPS, **GLM, "draft": "LlamaForCausalLMEagle"},
+        "no data parallel attention (with K and V of every head EAGLE3 and GLM-4.5's own draft",
+        "it",
     ),
     (
         "EAGLE",
@@ -260,7 +300,7 @@ REFUSED = [
     (
         "EAGLE",
         {"tp_size": 2, "attn_dp_size": 2},
-        "no data parallel attention (with K and V of every head EAGLE3 has it: of Llama's drafts",
+        "no data parallel attention (with K and V of every head EAGLE3 and GLM-4.5's own draft",
         "it",
     ),
     (
