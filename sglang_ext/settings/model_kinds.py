@@ -268,10 +268,11 @@ SERVED_MODES = (
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
         "where a group is one rank; shared between groups through the remote store only; without "
-        "adapters or sessions; drafts (chains, coded without loss): the draft layer of models of "
-        "latent rows, of Qwen3-Next and of Qwen3.5, and EAGLE3 for gpt-oss and for models with K "
-        "and V of every head, all but the first not with prompts that are cut; of "
-        "hybrids MiMo V2, Mellum, Qwen3-Next and Kimi K3 were run, each with a remote store, too; "
+        "adapters or sessions; drafts (chains; coded without loss, run with Qwen3-Next by groups "
+        "of one rank): the draft layer of models of latent rows, of Qwen3-Next and of Qwen3.5, and "
+        "EAGLE3 for gpt-oss and for models with K and V of every head, all but the first not "
+        "with prompts that are cut; of hybrids MiMo V2, Mellum, Qwen3-Next and Kimi K3 were run, "
+        "each with a remote store, too; "
         "on several nodes, over loopback, run with K and V of every head, the latent rows of "
         "DeepSeek V3 with its draft layer, DeepSeek V3.2, GLM-5 with its draft layer, Mellum and "
         "Qwen3-Next",
