@@ -268,8 +268,9 @@ SERVED_MODES = (
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
         "where a group is one rank; shared between groups through the remote store only; without "
-        "adapters or sessions; drafts (chains, coded without loss): the draft layer of models of "
-        "latent rows, of GLM-4.5, of Qwen3-Next and of Qwen3.5, and EAGLE3 for gpt-oss and for "
+        "adapters or sessions; drafts (chains; coded without loss, run with Qwen3-Next and "
+        "GLM-4.5 by groups of one rank): the draft layer of models of latent rows, of GLM-4.5, of "
+        "Qwen3-Next and of Qwen3.5, and EAGLE3 for gpt-oss and for "
         "models with K and V of every head; prompts that are cut with DeepSeek V3's and GLM-4.5's "
         "draft layer and with EAGLE3 for Qwen 3; of "
         "hybrids MiMo V2, Mellum, Qwen3-Next and Kimi K3 were run, each with a remote store, too; "
