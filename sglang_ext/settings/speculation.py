@@ -17,7 +17,7 @@ from typing import Any
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.disaggregation import is_disaggregated
 from sglang_ext.settings.indexed import KIND as INDEXED
-from sglang_ext.settings.lossless import any_codec, lossy_codec
+from sglang_ext.settings.lossless import lossy_codec
 from sglang_ext.settings.model_kinds import STATE_KINDS
 from sglang_ext.settings.untried import (
     NEWEST_RELEASE,
@@ -67,9 +67,12 @@ _UNWRITTEN = "SGLANG_SPEC_SKIP_ZERO_STEP_DRAFT_EXTEND"
 _OTHER_STREAM = "SGLANG_ENABLE_OVERLAP_PLAN_STREAM"
 # With it one group may verify while another one computes prompts, which nobody tried.
 _MIXED_STEPS = "SGLANG_ENABLE_DP_SPEC_PREFILL_COORDINATION"
+# With K and V of every head: models whose draft layer was tried with data parallel attention, and
+# SGLang's name of that layer, which it divides as the model's.
+_OWN_LAYERS = {"Glm4MoeForCausalLM": "Glm4MoeForCausalLMNextN"}
 _SPREAD_HEADS = (
-    "with K and V of every head EAGLE3 has it: of Llama's drafts of EAGLE SGLang spreads the heads "
-    "over all groups, and others were never tried"
+    "with K and V of every head EAGLE3 and GLM-4.5's own draft layer have it: of Llama's drafts of "
+    "EAGLE SGLang spreads the heads over all groups, and others were never tried"
 )
 # Each of several layers sees a token further ahead than the one before, which guessed it. SGLang
 # keeps the rows of wrong guesses at the end of each verification (docs/decisions).
@@ -112,7 +115,7 @@ def outside_speculation(
         *_outside_trees(read, kind, release),
         *_outside_adaptive(read, kind),
         (f"no {_SIMULATED}", _simulated()),
-        *_outside_attention_dp(read, config, kind, release),
+        *_outside_attention_dp(read, kind, release, (architecture, draft)),
     ]
     if kind == STATE_KINDS[0] and algorithm == EAGLE:
         found += _outside_states(read, architecture, draft)
@@ -139,7 +142,7 @@ def outside_speculation(
 
 
 def _outside_attention_dp(
-    read: Callable[[str], Any], config: HierKVConfig, kind: str, release: str
+    read: Callable[[str], Any], kind: str, release: str, models: tuple[str, str]
 ) -> Iterator[tuple[str, Any]]:
     """What is expected and what came, where groups of ranks run each forward together.
 
@@ -152,7 +155,7 @@ def _outside_attention_dp(
     algorithm = read("speculative_algorithm")
     if algorithm not in KEYED_BY_PAIRS:
         yield "no data parallel attention (SGLang has it with EAGLE and EAGLE3 alone)", "it"
-    elif kind == "mha" and algorithm == EAGLE:
+    elif kind == "mha" and algorithm == EAGLE and models not in _OWN_LAYERS.items():
         yield f"no data parallel attention ({_SPREAD_HEADS})", "it"
     with_groups = "(with data parallel attention)"
     # The argument is SGLang 0.5.22's, which then runs a verification beside another group's prompt
@@ -160,11 +163,10 @@ def _outside_attention_dp(
     yield f"no {_MIXED_STEPS} {with_groups}", on(is_set(_MIXED_STEPS))
     unagreed = on(read("speculative_skip_dp_mlp_sync"))
     yield f"no --speculative-skip-dp-mlp-sync {with_groups}", unagreed
+    yield f"--speculative-eagle-topk 1 {with_groups}", read("speculative_eagle_topk") or 1
     if kind in LATENT_KINDS:
         return
     yield f"{NEWEST_RELEASE} {with_groups}", older_release(release)
-    yield f"--speculative-eagle-topk 1 {with_groups}", read("speculative_eagle_topk") or 1
-    yield f"--hier-kv-truncation off {with_groups}", config.truncation
 
 
 def _outside_adaptive(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:
@@ -208,12 +210,12 @@ def _outside_codecs(
 ) -> Iterator[tuple[str, Any]]:
     """Codecs, and ways to use them, that were not tried with a draft's layers in a page."""
     codec = "a --hier-kv-codec that loses nothing"
-    if kind == "mha":
+    if has_attention_dp(read):
+        yield f"{codec} (with data parallel attention)", lossy_codec(config)
+    elif kind == "mha":
         yield f"{codec}, or hier", lossy_codec(config, but="hier")
     else:
         yield codec, lossy_codec(config)
-    with_groups = "--hier-kv-codec none (with data parallel attention)"
-    yield with_groups, any_codec(config) if has_attention_dp(read) else ""
     yield "--hier-kv-slo-ms 0", f"{config.slo_ms:g}"
 
 
@@ -244,18 +246,18 @@ def _outside_trees(
     if (num_branches or 1) == 1:
         return
     one = "--speculative-eagle-topk 1"
-    if kind != "mha":
-        yield f"{one} (more with K and V of every head in every layer)", num_branches
+    if kind not in _BRANCHING:
+        yield f"{one} (more with K and V of every head, or latent rows alone)", num_branches
     if is_disaggregated(read("disaggregation_mode")):
         yield f"{one} (more without --disaggregation-mode)", num_branches
     yield f"{NEWEST_RELEASE} (where guesses branch)", older_release(release)
-    backend = _other_backend(read, _BRANCHING)
-    yield "--attention-backend triton, flashinfer or fa3 (where guesses branch)", backend
+    backends, words = _BRANCHING.get(kind, _BRANCHING["mha"])
+    yield f"--attention-backend {words}", _other_backend(read, backends)
     # SGLang asks the target's alone.
-    of_draft = read("speculative_draft_attention_backend") or _BRANCHING[0]
+    of_draft = read("speculative_draft_attention_backend") or backends[0]
     yield (
-        "--speculative-draft-attention-backend triton, flashinfer or fa3 (where guesses branch)",
-        "" if of_draft in _BRANCHING else of_draft,
+        f"--speculative-draft-attention-backend {words}",
+        "" if of_draft in backends else of_draft,
     )
     yield f"no {_OTHER_STREAM} (where guesses branch)", on(is_set(_OTHER_STREAM))
 
@@ -412,8 +414,19 @@ def _of_drawn_guesses(read: Callable[[str], Any], kind: str) -> tuple[str, str]:
 # corpus branches with breadth 1, too: where suffixes of several lengths go on in different ways.
 # Others take guesses for one chain then, and what is verified has attended to what was not.
 _MASKING = {"mha": ("triton", "flashinfer", "intel_amx", "cpu_extend"), "mla": ("triton",)}
-# Attention with which SGLang lets a draft model's guesses branch, in pages of many tokens.
-_BRANCHING = ("triton", "flashinfer", "fa3", "cpu_extend")
+# Attention with which SGLang lets a draft's guesses branch in pages of many tokens, by what is kept
+# of a token, and the same in words. Over latent rows a verification's second pass of `fa3`
+# takes numbers of rows for numbers of pages, and `flashinfer` has no such masks.
+_BRANCHING = {
+    "mha": (
+        ("triton", "flashinfer", "fa3", "cpu_extend"),
+        "triton, flashinfer or fa3 (where guesses branch)",
+    ),
+    "mla": (
+        ("triton", "cpu_extend"),
+        "triton (over latent rows it alone masks branches right)",
+    ),
+}
 
 
 def _outside_masks(read: Callable[[str], Any], kind: str) -> Iterator[tuple[str, str]]:

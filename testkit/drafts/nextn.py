@@ -43,30 +43,45 @@ def write_nextn_model(folder: Path, kind: str) -> Path:
         folder: made here.
         kind: of `KINDS`.
     """
-    import torch
-    from safetensors.torch import load_file, save_file
-
     source = "deepseek" if kind == PLAIN else kind
     write_index_model(folder, source)
     config = _config(json.loads((folder / "config.json").read_text()), kind)
     (folder / "config.json").write_text(json.dumps(config))
+    add_draft_layer(folder, config, without="" if kind != PLAIN else ".indexer.")
+    return folder
+
+
+def add_draft_layer(
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    sharp: tuple[str, ...] = ("q_b_proj.weight",),
+    without: str = "",
+) -> None:
+    """Adds a draft layer to a model's weights, of which the first layer decides most from then on.
+
+    Args:
+        folder: the model's.
+        config: the model's.
+        sharp: ends of the names of what makes attention sharp.
+        without: part of the names of weights that are left out; nothing where it is empty.
+    """
+    import torch
+    from safetensors.torch import load_file, save_file
+
     path = folder / "model.safetensors"
-    weights = {name: value for name, value in load_file(path).items() if _keeps(name, kind)}
+    weights = {
+        name: value for name, value in load_file(path).items() if not without or without not in name
+    }
     for name in list(weights):
         is_behind = name.startswith("model.layers.") and not name.startswith("model.layers.0.")
         if is_behind and name.endswith(("o_proj.weight", "down_proj.weight")):
             weights[name] = weights[name] * _OTHERS
-        if name.endswith(("q_b_proj.weight", "model.layers.0.self_attn.o_proj.weight")):
+        if name.endswith((*sharp, "model.layers.0.self_attn.o_proj.weight")):
             weights[name] = weights[name] * _SHARP
     random = torch.Generator().manual_seed(1)
     weights.update(_draft(weights, config, random))
     save_file({name: value.contiguous() for name, value in weights.items()}, path)
-    return folder
-
-
-def _keeps(name: str, kind: str) -> bool:
-    """Whether a model of a kind has a weight of the model with an index."""
-    return kind != PLAIN or ".indexer." not in name
 
 
 def _config(config: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -95,7 +110,7 @@ def _draft(
     import torch
 
     hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
-    prefix = f"model.layers.{LAYERS}"
+    prefix = f"model.layers.{config['num_hidden_layers']}"
     ones = torch.ones(hidden, dtype=torch.bfloat16)
     embeddings = weights["model.embed_tokens.weight"]
     scale = float(embeddings.float().square().mean().sqrt())

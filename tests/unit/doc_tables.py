@@ -100,7 +100,7 @@ _MODES: dict[str, dict[str, Any]] = {
 _KEPT = {"mamba_radix_cache_strategy": "extra_buffer"}
 # Of each kind, by a word of its own, its architectures in the order in which they are named.
 _KINDS: dict[str, tuple[str, dict[str, str]]] = {
-    "mha": ("K and V", {"Llama": "LlamaForCausalLM"}),
+    "mha": ("K and V", {"Llama": "LlamaForCausalLM", "GLM-4.5": "Glm4MoeForCausalLM"}),
     "mla": ("latent rows", {"DeepSeek V3": "DeepseekV3ForCausalLM"}),
     "indexed": ("latent rows with an index", {"DeepSeek V3.2": "DeepseekV32ForCausalLM"}),
     "swa": (
@@ -132,6 +132,8 @@ _KINDS: dict[str, tuple[str, dict[str, str]]] = {
         },
     ),
 }  # fmt: skip
+# Of these the draft is the layer in their checkpoint, by SGLang's name.
+_OWN_LAYERS = {"Glm4MoeForCausalLM": "Glm4MoeForCausalLMNextN"}
 # What of the plugin's settings a cell tells of, and the letters for it.
 _WAYS: dict[str, HierKVConfig] = {
     "E": HierKVConfig(),
@@ -177,7 +179,10 @@ def _is_moved(kind: str, values: dict[str, Any]) -> bool:
 
 def _is_taken(kind: str, architecture: str, values: dict[str, Any], config: HierKVConfig) -> bool:
     given = {**_KEPT, **values}
-    resolved = Resolved(given, given, dict.fromkeys(given), kind, "0.5.23", architecture)
+    resolved = Resolved(
+        given, given, dict.fromkeys(given), kind, "0.5.23", architecture,
+        draft=_OWN_LAYERS.get(architecture, ""),
+    )  # fmt: skip
     try:
         check_resolved(resolved, config)
     except HierKVConfigError:

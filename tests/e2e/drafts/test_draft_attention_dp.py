@@ -2,18 +2,21 @@
 
 Two groups of ranks serve requests of their own and run each forward together, one that has nothing
 to do with idle batches of model and draft. What a group restores is compared with its device hits
-bit for bit, as is how many guesses are right; without the draft's rows fewer would be
-(`test_state_drafts.py`, `test_window_drafts.py`). What one group generated is compared with what
-the other one stores of the same text, which it computes as a prompt: no guess is in it that was
-wrong. A group finds what the other one has put into a shared store.
+bit for bit, as is how many guesses are right; without the draft's rows fewer are, of a GLM-4.5 here
+(of others in `test_state_drafts.py`, `test_window_drafts.py`). What one group generated is compared
+with what the other one stores of the same text, which it computes as a prompt: no guess is in it
+that was wrong. A group finds what it and the other one have put into a shared store, where it is
+coded.
 
-By default Qwen3-Next with its draft layer has groups of one rank; the long form has Qwen3.5, and
-EAGLE3 of a gpt-oss and of a Qwen 3, groups of two ranks, and groups on nodes of their own.
+By default Qwen3-Next with its draft layer has groups of one rank; the long form has Qwen3.5, a
+GLM-4.5 with its own, and EAGLE3 of a gpt-oss and of a Qwen 3, groups of two ranks, and groups on
+nodes of their own, and prompts that are cut.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import shutil
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 
-from sglang_ext.device.layout import HEADER_BYTES
+from sglang_ext.device.layout import HEADER_BYTES, PageLayout
 from sglang_ext.tiers.records.record import parse_header
 from testkit.drafts.eagle import DRAFTS
 from testkit.drafts.eagle3 import (
@@ -31,12 +34,13 @@ from testkit.drafts.eagle3 import (
     write_drafted_qwen_model,
     write_oss_draft,
 )
-from testkit.drafts.nextn import NEXTN
+from testkit.drafts.glm_nextn import HEAD_DIM, KV_HEADS, LAYERS, write_drafted_glm_model
+from testkit.drafts.nextn import NEXTN, PLAIN, write_nextn_model
 from testkit.drafts.state_nextn import DRAFTED_MODELS, write_drafted_model
 from testkit.requests import flush_device
 from testkit.server import Server
-from tests.e2e.drafts.restored import check_same
-from tests.e2e.drafts.test_speculation import guesses, page_keys, records, share
+from tests.e2e.drafts.restored import check_same, codecs_on_disk
+from tests.e2e.drafts.test_speculation import guesses, lose_part, page_keys, records, share
 from tests.e2e.hier_server import (
     ask,
     by_tier,
@@ -48,6 +52,7 @@ from tests.e2e.hier_server import (
     settled,
     tokens_and_logprobs,
 )
+from tests.e2e.models.test_cut_hybrids import CONTEXT, check_new_cuts
 from tests.e2e.nodes import Nodes
 from tests.e2e.reuse.test_attention_dp import ENVIRONMENT, nodes_of, num_ranks
 
@@ -68,12 +73,21 @@ BASE += ["--hier-kv-prefetch-timeout-ms", "60000", "--hier-kv-disk-size", "0.5"]
 BASE += ["--hier-kv-disk-segment-size", "0.01"]
 
 
+GLM = "glm"
+# Of these the draft layer is in the model's checkpoint, and nothing is kept but pages.
+_OWN_LAYERS: dict[str, Callable[[Path], Path]] = {
+    GLM: write_drafted_glm_model,
+    PLAIN: lambda folder: write_nextn_model(folder, PLAIN),
+}
+CODED = ["--hier-kv-codec", "disk=lossless,remote=lossless"]
+
+
 @dataclass(frozen=True)
 class Case:
     """A model with what drafts for it.
 
     Attributes:
-        model: of `DRAFTED_MODELS`, or what EAGLE3 drafts for.
+        model: of `DRAFTED_MODELS` or `_OWN_LAYERS`, or what EAGLE3 drafts for.
         way: how its ranks are arranged (`test_attention_dp.WAYS`).
         keeps_more: whether more is kept of a prefix than its pages: windows, or states.
         least: of guesses that are right.
@@ -97,6 +111,9 @@ class Case:
             kind = write_drafted_model(folder / "model", self.model).kind
             states = ["--mamba-track-interval", f"{kind.grid}", "--max-mamba-cache-size", "80"]
             return [*NEXTN, *states]
+        if self.model in _OWN_LAYERS:
+            _OWN_LAYERS[self.model](folder / "model")
+            return [*NEXTN]
         write = {"oss": write_drafted_oss_model, "qwen3": write_drafted_qwen_model}[self.model]
         write(folder / "model")
         draft = write_oss_draft(folder / "draft", folder / "model")
@@ -107,6 +124,7 @@ class Case:
 CASES = {
     "states-two-ranks": Case("qwen3_next", "two-ranks"),
     "whole-two-ranks": Case("qwen3", "two-ranks", keeps_more=False, least=0.15),
+    "own-layer-two-ranks": Case(GLM, "two-ranks", keeps_more=False),
     "windows-two-ranks": Case("oss", "two-ranks", dtype="bfloat16"),
     "states-and-experts": Case("qwen3_5_moe", "two-ranks"),
     "windows-two-by-two": Case("oss", "two-by-two", dtype="bfloat16"),
@@ -196,6 +214,29 @@ def check_verified_alone(case: Case, folder: Path, texts: Sequence[Sequence[int]
         np.testing.assert_allclose(generated[name], computed[name], atol=off, rtol=off)
 
 
+def check_without_rows(
+    case: Case, folder: Path, args: list[str], hits: Sequence[dict[str, Any]]
+) -> None:
+    """With zeros in the place of the draft layer's rows the tokens are the same, and fewer guessed.
+
+    Args:
+        case: of a GLM-4.5, each of whose ranks has all heads.
+        folder: with its model, and the disks of its ranks, which are changed.
+        args: of its servers.
+        hits: answers behind what the device had.
+    """
+    rows = (KV_HEADS * HEAD_DIM * 4,) * (LAYERS + 1)
+    first, end = (PageLayout(PAGE, each, each, 4).tail_offset for each in (rows[:-1], rows))
+    for path, start, record in list(records(folder)):
+        assert record[first:end].any()
+        lose_part(path, start, record, first, end)
+    with server_of(case, folder, args) as nodes:
+        without = answers(nodes.head, SECOND)
+    check_restored(without, hits, "disk")
+    assert [answer["output_ids"] for answer in without] == [hit["output_ids"] for hit in hits]
+    assert share(without) < share(hits) - 0.1
+
+
 @pytest.mark.sampled("states-two-ranks")
 @pytest.mark.parametrize("name", CASES)
 def test_what_a_group_restores_answers_and_guesses_as_a_device_hit(
@@ -213,8 +254,10 @@ def test_what_a_group_restores_answers_and_guesses_as_a_device_hit(
         texts = generate(server, case.least)
         check_agreed(nodes.log(), num_ranks(case.way))
     check_verified_alone(case, tmp_path, texts)
+    if case.model == GLM:
+        check_without_rows(case, shutil.copytree(tmp_path, tmp_path / "lost"), args, hits)
     (tmp_path / "store").mkdir()
-    args += ["--hier-kv-remote-url", f"file://{tmp_path / 'store'}?size=1GB"]
+    args += ["--hier-kv-remote-url", f"file://{tmp_path / 'store'}?size=1GB", *CODED]
     with server_of(case, tmp_path, args) as nodes:  # after a kill -9
         server = connected(nodes.head)
         found = answers(server, SECOND)
@@ -231,7 +274,32 @@ def test_what_a_group_restores_answers_and_guesses_as_a_device_hit(
             np.testing.assert_allclose(values, expected, atol=ROUNDING[case.dtype], rtol=0)
         assert abs(share(fetched) - share(hits)) < 0.1
         settled(server)
+        clear_tiers(server)
+        again = answers(server, SECOND)
+        check_restored(again, hits, "remote")
+        check_same(again, hits)
+        settled(server)
         for rank in every_rank(server):
             for failures in ("save_failures", "load_failures", "remote_failed_pages"):
                 assert rank["host"].get(failures, 0) == 0
+        assert sum(rank["host"].get("remote_coded_pages", 0) for rank in every_rank(server)) > 0
+        check_agreed(nodes.log(), num_ranks(case.way))
+    assert "lossless" in codecs_on_disk(tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("model", [GLM, PLAIN, "qwen3"])
+def test_a_group_computes_prompts_that_are_cut_anew_behind_each_new_cut(
+    model: str, tmp_path: Path
+) -> None:
+    case = Case(model, "two-ranks")
+    short = ["--context-length", str(CONTEXT), "--hier-kv-truncation", "overflow"]
+    short += ["--hier-kv-codec", "disk=lossless"]
+    with server_of(case, tmp_path, [*case.write(tmp_path), *short]) as nodes:
+        check_new_cuts(
+            nodes.head,
+            PAGE,
+            lambda again, answer: check_same([again], [answer]),
+            routed_dp_rank=FIRST,
+        )
         check_agreed(nodes.log(), num_ranks(case.way))

@@ -5,7 +5,7 @@ rows behind the model's. What is restored is compared with a device hit bit for 
 guesses of the draft are right; without the draft layer's rows fewer are.
 
 By default DeepSeek V3 runs (`test_coded_drafts.py` has a model with rows of an index); the long
-form has all, two ranks, and chains whose length SGLang adapts.
+form has all, two ranks, trees of guesses, and chains whose length SGLang adapts.
 """
 
 from __future__ import annotations
@@ -26,11 +26,13 @@ from testkit.slow import ENV_JITTER
 from tests.e2e.drafts import test_speculation as speculation
 from tests.e2e.drafts.restored import check_restored, device_hits
 from tests.e2e.drafts.test_speculation import (
+    IN_TREES,
     check_switched,
     lose_part,
     records,
     share,
     share_of_tokens,
+    trees,
 )
 from tests.e2e.hier_server import GIB, settled, state
 
@@ -91,10 +93,12 @@ def lose_draft_rows(folder: Path, kind: str) -> int:
 
 
 @pytest.mark.sampled("deepseek_v3")
-@pytest.mark.parametrize("kind", KINDS)
-def test_what_is_restored_answers_and_guesses_as_a_device_hit(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*KINDS, trees(PLAIN)])
+def test_what_is_restored_answers_and_guesses_as_a_device_hit(name: str, tmp_path: Path) -> None:
+    kind, _, how = name.partition("-in-")
+    args = IN_TREES if how else []
     write_nextn_model(tmp_path / "model", kind)
-    with server_of(kind, tmp_path) as server:
+    with server_of(kind, tmp_path, *args) as server:
         hits = device_hits(server, turns)
         flush_device(server)
         check_restored(turns(server), hits, "host")
@@ -102,11 +106,11 @@ def test_what_is_restored_answers_and_guesses_as_a_device_hit(kind: str, tmp_pat
         check_bytes(server, kind)
         stored = state(server)["host"]["saved_pages"]
     assert share(hits) > LEAST
-    with server_of(kind, tmp_path) as server:  # after a kill -9
+    with server_of(kind, tmp_path, *args) as server:  # after a kill -9
         check_restored(turns(server), hits, "disk")
         settled(server)
     assert lose_draft_rows(tmp_path / "disk", kind) >= stored
-    with server_of(kind, tmp_path) as server:
+    with server_of(kind, tmp_path, *args) as server:
         without = turns(server)
     assert [answer["output_ids"] for answer in without] == [hit["output_ids"] for hit in hits]
     assert share(without) < share(hits) - 0.1

@@ -68,12 +68,12 @@ class Chat:
         self.head = len(self.told)
         self._seed = seed
 
-    def ask(self, server: Server, num_tokens: int) -> Any:
-        """The next turn, with so many new tokens."""
+    def ask(self, server: Server, num_tokens: int, **fields: Any) -> Any:
+        """The next turn, with so many new tokens, and what else a request has."""
         (said,) = real_prompts([num_tokens], seed=self._seed)
         self._seed += 1
         self.told += [self.user, *said, self.end, self.assistant]
-        answer = ask(server, self.told, NUM_TOKENS)
+        answer = ask(server, self.told, NUM_TOKENS, **fields)
         self.told += [*answer["output_ids"], self.end]
         return answer
 
@@ -196,17 +196,20 @@ def _check_bits(again: Any, answer: Any) -> None:
     assert tokens_and_logprobs(again) == tokens_and_logprobs(answer)
 
 
-def check_new_cuts(server: Server, page: int, check_same: Callable[[Any, Any], None]) -> None:
+def check_new_cuts(
+    server: Server, page: int, check_same: Callable[[Any, Any], None], **fields: Any
+) -> None:
     """A chat's kept text is computed behind each new cut, and reused until the next one.
 
     Args:
         server: with a context of `CONTEXT` tokens.
         page: P.
         check_same: of an answer to a cut prompt, and one to what was kept as a prompt of its own.
+        fields: of each request, such as the group of ranks that it goes to.
     """
     chat, cuts = Chat(seed=70), [0]
     for _ in range(8):
-        answer = chat.ask(server, 101)
+        answer = chat.ask(server, 101, **fields)
         drop_device(server)
         told = report(answer)
         dropped = told.get("dropped", 0)
@@ -219,7 +222,7 @@ def check_new_cuts(server: Server, page: int, check_same: Callable[[Any, Any], N
             assert cached([answer])[0] > len(chat.kept(dropped)) - most_new
             continue
         assert cached([answer]) == [0]
-        again = ask(server, chat.kept(dropped), NUM_TOKENS)  # a prompt like any other
+        again = ask(server, chat.kept(dropped), NUM_TOKENS, **fields)  # a prompt like any other
         assert cached([again]) == [0]
         check_same(again, answer)
     counted = state(server)["host"]

@@ -22,7 +22,10 @@ from tests.property.worlds import taint_world
 from tests.property.worlds.taint_world import LAYERS, PAGE
 
 from sglang.srt.mem_cache import allocation_sizing  # isort: skip
-from sglang.srt.mem_cache.memory_pool import move_kv_cache_native  # isort: skip
+from sglang.srt.mem_cache.memory_pool import (  # isort: skip
+    MLATokenToKVPool,
+    move_kv_cache_native,
+)
 from sglang.srt.speculative.eagle_worker_common import (  # isort: skip
     duplicate_prefix_tail_to_draft_branches,
 )
@@ -54,7 +57,7 @@ class Tree:
 class Layers:
     """Some layers of a world's pool, as a pool whose rows SGLang moves."""
 
-    def __init__(self, world: LateWorld, layers: tuple[int, ...]) -> None:
+    def __init__(self, world: BranchingWorld, layers: tuple[int, ...]) -> None:
         self._world, self._layers = world, layers
 
     def get_kvcache(self) -> Layers:
@@ -67,11 +70,21 @@ class Layers:
         self._world.at_rows("moves", source, writes=False)
         self._world.at_rows("moves to", target, writes=True)
         k, v = ([each[layer] for layer in self._layers] for each in (pool.k_buffer, pool.v_buffer))
-        move_kv_cache_native(k, v, target, source)
+        if not self._world.moves_latent_rows:
+            move_kv_cache_native(k, v, target, source)
+            return
+        rows: Any = SimpleNamespace(size=pool.size, page_size=pool.page_size, kv_buffer=[*k, *v])
+        MLATokenToKVPool.move_kv_cache(rows, target, source)
 
 
 class BranchingWorld(LateWorld):
-    """A server with trees of drafts; it has many methods because `LateWorld` has."""
+    """A server with trees of drafts; it has many methods because `LateWorld` has.
+
+    Attributes:
+        moves_latent_rows: rows are moved as SGLang's pool of latent rows does it.
+    """
+
+    moves_latent_rows = False
 
     def __init__(self, folder: Path, patch: pytest.MonkeyPatch, seed: int, **options: Any) -> None:
         spec = SimpleNamespace(

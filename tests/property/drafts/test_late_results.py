@@ -41,6 +41,7 @@ ROUNDS = count(1, 8)  # and on until all is seen
 SEEDS = count(2, 6)
 TREE_SEEDS = count(1, 6)
 KEYS = {"tokens": False, "pairs": True}
+TREE_KEYS = {**KEYS, "pairs-of-latent-rows": True}
 STORED = ("saved_pages", "loaded_pages", "promoted_pages", "evicted_pages")
 HAPPENED = (
     *("ends with wrong guesses in flight", "ends while the device is behind"),
@@ -180,13 +181,15 @@ def test_no_guess_that_was_not_heard_of_is_in_a_stored_page(
     run(LateWorld(tmp_path, monkeypatch, seed, of_pairs=KEYS[keys]), *HAPPENED_IN_CHAINS)
 
 
-@pytest.mark.sampled("pairs-*")
+@pytest.mark.sampled("pairs-?", "pairs-of-latent-rows-0")
 @pytest.mark.parametrize("seed", range(TREE_SEEDS))
-@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("keys", TREE_KEYS)
 def test_of_guesses_that_branch_only_the_accepted_ones_are_in_stored_pages(
     keys: str, seed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(BranchingWorld(tmp_path, monkeypatch, seed, of_pairs=KEYS[keys]), "moves")
+    world = BranchingWorld(tmp_path, monkeypatch, seed, of_pairs=TREE_KEYS[keys])
+    world.moves_latent_rows = keys not in KEYS
+    run(world, "moves")
 
 
 def run(world: LateWorld, *more: str) -> None:

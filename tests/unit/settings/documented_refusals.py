@@ -76,6 +76,9 @@ def _codec_beside_blocks() -> None:
 
 
 KV: SetUp = {"kind": "mha", "architecture": "LlamaForCausalLM"}
+_GLM: SetUp = {
+    "kind": "mha", "architecture": "Glm4MoeForCausalLM", "draft": "Glm4MoeForCausalLMNextN"
+}  # fmt: skip
 LATENT: SetUp = {"kind": "mla", "architecture": "DeepseekV3ForCausalLM"}
 INDEXED: SetUp = {"kind": "indexed", "architecture": "DeepseekV32ForCausalLM"}
 OSS, MELLUM, LAGUNA, LLAMA4 = (
@@ -269,7 +272,12 @@ OF_SPECULATION: dict[str, Row] = {
                 on=(NGRAM,),
                 served=tuple({**each, **TREE} for each in _DRAFTS),
             ),
-            Phrase("K and V of every head", (TREE,), on=(*_LATENT_DRAFTS, *_STATE_DRAFTS)),
+            Phrase(
+                "K and V of every head or latent rows alone",
+                (TREE,),
+                on=(_LATENT_DRAFTS[1], *_STATE_DRAFTS),
+                served=({**_LATENT_DRAFTS[0], **TREE},),
+            ),
             Phrase(
                 "SGLang 0.5.23",
                 ({"release": "0.5.22"},),
@@ -288,9 +296,14 @@ OF_SPECULATION: dict[str, Row] = {
                 ),
             ),
             Phrase(
+                "for latent rows `triton` alone",
+                ({"attention_backend": "flashinfer"}, {"attention_backend": "fa3"}),
+                on=({**_LATENT_DRAFTS[0], **TREE},),
+            ),
+            Phrase(
                 "no `--disaggregation-mode`",
                 (PREFILL, DECODE),
-                on=tuple({**each, **TREE} for each in _DRAFTS[:2]),
+                on=tuple({**each, **TREE} for each in (*_DRAFTS[:2], _LATENT_DRAFTS[0])),
             ),
         )
     ),
@@ -407,13 +420,8 @@ BY_DRAFT: dict[str, Row] = {
             Phrase(
                 "lossy codecs but `hier` with K and V of every head",
                 (REMOTE_LOSSY,),
-                served=tuple(changed(each, LOSSY) for each in _DRAFTS),
-            ),
-            Phrase(
-                "with data parallel attention any codec",
-                (LOSSLESS, ZSTD),
-                on=_GROUPED_DRAFTS,
                 served=(
+                    *(changed(each, LOSSY) for each in _DRAFTS),
                     *(changed(each, LOSSLESS) for each in (*_DRAFTS, *_LATENT_DRAFTS)),
                     *(changed({**each, **PREFILL}, LOSSLESS) for each in _DRAFTS[:2]),
                 ),
@@ -518,15 +526,24 @@ BY_DRAFT: dict[str, Row] = {
     "a draft model, with data parallel attention": Row(
         _GROUPED_DRAFTS,
         (
-            Phrase("a codec", (LOSSLESS, ZSTD)),
+            Phrase(
+                "a codec that loses something",
+                (LOSSY, REMOTE_LOSSY),
+                served=tuple(
+                    changed(each, codec)
+                    for each in _GROUPED_DRAFTS
+                    for codec in (LOSSLESS, ZSTD)
+                ),
+            ),
             Phrase(
                 "NGRAM and STANDALONE",
                 ({"speculative_algorithm": "NGRAM"}, {"speculative_algorithm": "STANDALONE"}),
             ),
             Phrase(
-                "with K and V of every head all but EAGLE3",
+                "with K and V of every head all but EAGLE3 and GLM-4.5 with its own draft layer",
                 ({"speculative_algorithm": "EAGLE"},),
                 on=({**_DRAFTS[1], **GROUPS},),
+                served=({**_guesses("EAGLE", _GLM), **GROUPS},),
             ),
             Phrase("Nemotron-H", (GROUPS,), on=_STATE_DRAFTS[2:]),
             Phrase(
@@ -538,14 +555,15 @@ BY_DRAFT: dict[str, Row] = {
                 ({"speculative_skip_dp_mlp_sync": True},),
             ),
             Phrase(
-                "but for latent rows trees, `--hier-kv-truncation` and SGLang 0.5.22",
-                (TREE, OVERFLOW, {"release": "0.5.22"}),
+                "trees",
+                (TREE,),
+                on=({**_DRAFTS[1], **GROUPS}, {**_LATENT_DRAFTS[0], **GROUPS}),
+            ),
+            Phrase(
+                "but for latent rows SGLang 0.5.22",
+                ({"release": "0.5.22"},),
                 on=({**_DRAFTS[1], **GROUPS},),
-                served=tuple(
-                    changed({**each, **GROUPS}, more)
-                    for each in _LATENT_DRAFTS[:1]
-                    for more in (OVERFLOW, {"release": "0.5.22"})
-                ),
+                served=({**_LATENT_DRAFTS[0], **GROUPS, "release": "0.5.22"},),
             ),
         ),
     ),

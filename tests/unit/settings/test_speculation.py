@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from sglang_ext.errors import HierKVConfigError
+from sglang_ext.settings.arguments import flag
 from sglang_ext.settings.config import HierKVConfig
 from sglang_ext.settings.refusals import (
     Resolved,
@@ -56,6 +57,11 @@ def test_trees_of_drafts_are_served_where_sglang_has_them_in_pages(
     check(algorithm, **TREES, attention_backend=backend, tp_size=2)
 
 
+def test_trees_of_drafts_are_served_over_latent_rows_where_attention_masks_them() -> None:
+    check("EAGLE", "mla", **TREES, attention_backend="triton", tp_size=2)
+    check_branches({**TREES, "speculative_algorithm": "EAGLE"}.get, "mla")
+
+
 @pytest.mark.parametrize("backend", ["triton", "flashinfer", "intel_amx", "cpu_extend"])
 def test_ngrams_are_served_where_attention_masks_branches(backend: str) -> None:
     check("NGRAM", attention_backend=backend)
@@ -90,6 +96,7 @@ def test_chains_are_served_whose_length_sglang_adapts(algorithm: str, kind: str)
 
 
 STATES: dict[str, Any] = {"kind": "state", "architecture": "Qwen3NextForCausalLM"}
+GLM = {"architecture": "Glm4MoeForCausalLM", "draft": "Glm4MoeForCausalLMNextN"}
 GROUPS: dict[str, Any] = {"tp_size": 4, "attn_dp_size": 2}
 
 
@@ -100,6 +107,7 @@ GROUPS: dict[str, Any] = {"tp_size": 4, "attn_dp_size": 2}
         ("EAGLE", {**STATES, "architecture": "Qwen3_5MoeForConditionalGeneration"}),
         ("EAGLE3", {"kind": "swa", "architecture": "GptOssForCausalLM"}),
         ("EAGLE3", {}),
+        ("EAGLE", GLM),
     ],
 )
 def test_drafts_that_sglang_has_whole_in_a_group_are_served_with_data_parallel_attention(
@@ -107,14 +115,25 @@ def test_drafts_that_sglang_has_whole_in_a_group_are_served_with_data_parallel_a
 ) -> None:
     check(algorithm, **model, **GROUPS, config={"remote_url": "file:///d"})
     check(algorithm, **model, tp_size=2, dp_size=2, enable_dp_attention=True)
+    check(algorithm, **model, **GROUPS, config={"codec": "lossless"})
     for more, words in (
         ({"release": "0.5.22"}, r"SGLang 0\.5\.23.* got 0\.5\.22"),
-        ({"config": {"truncation": "overflow"}}, "--hier-kv-truncation off.* got overflow;"),
-        ({"config": {"codec": "lossless"}}, "--hier-kv-codec none.* got lossless;"),
-        (TREES, "--speculative-eagle-topk 1.* got 8;"),
+        ({"config": {"codec": "hier"}}, "a --hier-kv-codec that loses nothing .* got hier;"),
+        (TREES, "--speculative-eagle-topk 1 .* got 8;"),
     ):
         with pytest.raises(HierKVConfigError, match=words):
             check(algorithm, **{**model, **more}, **GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "model"), [("EAGLE3", {}), ("EAGLE", GLM), ("EAGLE", {"kind": "mla"})]
+)
+def test_prompts_are_cut_with_drafts_and_data_parallel_attention(
+    algorithm: str, model: dict[str, Any]
+) -> None:
+    check(algorithm, **model, **GROUPS, config={"truncation": "overflow"})
+    with pytest.raises(HierKVConfigError, match=r"--hier-kv-truncation .* got match"):
+        check(algorithm, **model, **GROUPS, config={"truncation": "match"})
 
 
 @pytest.mark.parametrize(("architecture", "draft"), DRAFTED_HYBRIDS.items())
@@ -164,9 +183,31 @@ OSS = {"kind": "swa", "architecture": "GptOssForCausalLM"}
 REFUSED = [
     (
         "EAGLE",
-        {**TREES, "kind": "mla"},
-        "--speculative-eagle-topk 1 (more with K and V of every head in every layer) with",
+        {**TREES, "kind": "indexed"},
+        "--speculative-eagle-topk 1 (more with K and V of every head, or latent rows alone) with",
         "8",
+    ),
+    *(
+        (
+            "EAGLE",
+            {**TREES, "kind": "mla", name: backend},
+            f"--{flag(name)} triton (over latent rows it alone masks branches right)",
+            backend,
+        )
+        for name in ("attention_backend", "speculative_draft_attention_backend")
+        for backend in ("fa3", "flashinfer")
+    ),
+    (
+        "EAGLE",
+        {**TREES, **GROUPS, "kind": "mla"},
+        "--speculative-eagle-topk 1 (with data parallel attention) with",
+        "8",
+    ),
+    (
+        "EAGLE",
+        {**GROUPS, **GLM, "draft": "LlamaForCausalLMEagle"},
+        "no data parallel attention (with K and V of every head EAGLE3 and GLM-4.5's own draft",
+        "it",
     ),
     (
         "EAGLE",
@@ -265,7 +306,7 @@ REFUSED = [
     (
         "EAGLE",
         {"tp_size": 2, "attn_dp_size": 2},
-        "no data parallel attention (with K and V of every head EAGLE3 has it: of Llama's drafts",
+        "no data parallel attention (with K and V of every head EAGLE3 and GLM-4.5's own draft",
         "it",
     ),
     (
@@ -352,9 +393,9 @@ REFUSED = [
     ),
     (
         "EAGLE",
-        {"kind": "mla", "attn_dp_size": 2, "tp_size": 2, "config": {"codec": "lossless"}},
-        "--hier-kv-codec none (with data parallel attention) with",
-        "lossless",
+        {"kind": "mla", "attn_dp_size": 2, "tp_size": 2, "config": {"codec": "hier"}},
+        "a --hier-kv-codec that loses nothing (with data parallel attention) with",
+        "hier",
     ),
     (
         "EAGLE",
