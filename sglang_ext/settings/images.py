@@ -32,6 +32,12 @@ WITH_STATES = (
     "Qwen3_5ForConditionalGeneration",
     "Qwen3_5MoeForConditionalGeneration",
 )
+# Models whose images were run in stages. Of the others SGLang 0.5.23 runs no stages (InternVL,
+# Qwen2-VL), or nobody tried them.
+_IN_STAGES = (
+    "Qwen2_5_VLForConditionalGeneration",
+    "Qwen3_5ForConditionalGeneration",
+)
 # Algorithms whose drafts were tried with images, by what SGLang keeps. Of each of an image's tokens
 # such a draft is given what the encoder made of it, as the model is. A scheduler's arguments have
 # either of one draft's two names.
@@ -69,7 +75,7 @@ def why_not_images(args: Any, architecture: str, keeps: str) -> str:
         return "prefill and decode servers"
     if getattr(args, "smg_grpc_mode", False):  # which makes of an image what the encoder is given
         return "SGLang's gateway"
-    if args.pp_size > 1:
+    if args.pp_size > 1 and architecture not in _IN_STAGES:
         return "several pipeline stages"
     if has_attention_dp(partial(getattr, args)):
         return "data parallel attention"

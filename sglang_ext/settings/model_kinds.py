@@ -249,14 +249,16 @@ SERVED_MODES = (
         "pipeline stages (`--pp-size`), of one or several tensor parallel ranks, on one node or "
         "several",
         "exact; with codecs that lose nothing, but none in the remote store; without truncation, "
-        "speculation, adapters or sessions; of hybrids gpt-oss, Nemotron-H, Qwen3.5 (text) and "
+        "speculation, adapters or sessions; of hybrids gpt-oss, Nemotron-H, Qwen3.5 (dense) and "
         "Kimi Linear alone; no models with rows of an index; where weights change, "
         "nothing until a restart; run on a CPU by two stages of one rank and of two, with a "
         "remote store on one node: latent rows (a small DeepSeek V3), windows (a small gpt-oss), "
         "states (a small Nemotron-H) and both (a small Kimi Linear); of one rank with a disk: a "
         "small Qwen3.5; on several nodes, over loopback: K and V of every head, Kimi Linear, "
-        "Qwen3.5, Nemotron-H and gpt-oss",
-        "tests/e2e/ranks/test_stages.py; tests/e2e/ranks/test_more_stages.py",
+        "Qwen3.5, Nemotron-H and gpt-oss; images of Qwen2.5-VL and Qwen3.5, by one rank a stage, "
+        "on one node",
+        "tests/e2e/ranks/test_stages.py; tests/e2e/ranks/test_more_stages.py; "
+        "tests/e2e/images/test_image_stages.py",
     ),
     ServedMode(
         "several whole schedulers (`--dp-size`)",

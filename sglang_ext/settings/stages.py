@@ -20,6 +20,7 @@ STAGED_HYBRIDS = (
     "NemotronHForCausalLM",
     "KimiLinearForCausalLM",
     "Qwen3_5ForCausalLM",
+    "Qwen3_5ForConditionalGeneration",
     "GptOssForCausalLM",
 )
 WITHOUT_STAGES = "change it or leave --pp-size out"

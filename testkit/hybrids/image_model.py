@@ -28,14 +28,20 @@ _IMAGES = {
 }
 
 
-def _config(name: str, **fields: Any) -> Any:
-    """The configuration of a class of transformers, with these fields of the text beside others."""
+def _config(name: str, num_groups: int = 1, **fields: Any) -> Any:
+    """The configuration of a class of transformers, with these fields of the text beside others.
+
+    Args:
+        name: of the class.
+        num_groups: of three layers with a state and one with full attention.
+        fields: see above.
+    """
     text = {
         **COMMON,
         **fields,
         "vocab_size": VOCABULARY + len(SPECIAL),
-        "num_hidden_layers": 4,
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "num_hidden_layers": 4 * num_groups,
+        "layer_types": (["linear_attention"] * 3 + ["full_attention"]) * num_groups,
         "full_attention_interval": 4,
         "num_key_value_heads": 2,
         "head_dim": 64,
@@ -69,11 +75,12 @@ def _config(name: str, **fields: Any) -> Any:
     )
 
 
-def _kind(name: str, **fields: Any) -> StateModel:
+def _kind(name: str, num_groups: int = 1, **fields: Any) -> StateModel:
+    num_states = 3 * num_groups
     return StateModel(
-        partial(_config, f"{name}Config", **fields), f"{name}ForConditionalGeneration",
-        page_values=1 * 2 * 64 * 2 * 64,
-        conv_values=3 * 3 * (3 * 4 * 32), matrix_values=3 * 4 * 32 * 32,
+        partial(_config, f"{name}Config", num_groups, **fields), f"{name}ForConditionalGeneration",
+        page_values=num_groups * 2 * 64 * 2 * 64,
+        conv_values=num_states * 3 * (3 * 4 * 32), matrix_values=num_states * 4 * 32 * 32,
     )  # fmt: skip
 
 
@@ -86,6 +93,8 @@ IMAGE_MODEL = _kind(
     num_experts_per_tok=2,
 )
 DENSE_IMAGE_MODEL = _kind("Qwen3_5", intermediate_size=256)
+# Of which each of two pipeline stages has layers of both kinds.
+DEEP_IMAGE_MODEL = _kind("Qwen3_5", 2, intermediate_size=256)
 
 
 def write_image_model(folder: Path, kind: StateModel = IMAGE_MODEL, *, seed: int = 0) -> Path:

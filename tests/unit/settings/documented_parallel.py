@@ -33,6 +33,7 @@ from tests.unit.settings.documented_refusals import (
     OVERFLOW,
     PREFILL,
     QWEN35,
+    QWEN35_EXPERTS,
     QWEN35_IMAGES,
     REMOTE_LOSSY,
     RUST,
@@ -50,7 +51,7 @@ from tests.unit.settings.documented_refusals import (
 
 GATEWAY = {"smg_grpc_mode": True}
 TWO = {"tp_size": 2}
-STAGED_HYBRIDS = tuple({**each, **STAGES} for each in (OSS, NEMOTRON, QWEN35, KIMI))
+STAGED_HYBRIDS = tuple({**each, **STAGES} for each in (OSS, NEMOTRON, QWEN35, QWEN35_IMAGES, KIMI))
 STAGED = ({**KV, **STAGES}, {**LATENT, **STAGES}, {**KV, **STAGES, **TWO}, *STAGED_HYBRIDS)
 _WITH_GROUPS = ({**KV, **GROUPS}, {**KV, "enable_dp_attention": True})
 _ALL_TEXT = setting(truncation="all")
@@ -137,9 +138,9 @@ OF_RANKS: dict[str, Row] = {
             Phrase("adapters", ADAPTERS),
             Phrase("sessions", SESSIONS),
             Phrase(
-                "hybrids other than gpt-oss, Nemotron-H, Qwen3.5 (text) and Kimi Linear",
+                "hybrids other than gpt-oss, Nemotron-H, Qwen3.5 (dense) and Kimi Linear",
                 (STAGES,),
-                on=(MELLUM, LAGUNA, LLAMA4, NEXT, GRANITE, QWEN35_IMAGES, KIMI_K3),
+                on=(MELLUM, LAGUNA, LLAMA4, NEXT, GRANITE, QWEN35_EXPERTS, KIMI_K3),
                 served=STAGED_HYBRIDS,
             ),
             Phrase(

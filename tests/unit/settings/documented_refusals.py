@@ -89,10 +89,11 @@ OSS, MELLUM, LAGUNA, LLAMA4 = (
     )
 )  # fmt: skip
 _KEPT = {"mamba_radix_cache_strategy": "extra_buffer"}
-NEMOTRON, QWEN35, QWEN35_IMAGES, NEXT, GRANITE = (
+NEMOTRON, QWEN35, QWEN35_IMAGES, QWEN35_EXPERTS, NEXT, GRANITE = (
     {"kind": "state", "architecture": name, **_KEPT}
     for name in (
         "NemotronHForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForConditionalGeneration",
         "Qwen3NextForCausalLM", "GraniteMoeHybridForCausalLM",
     )
 )  # fmt: skip
@@ -205,10 +206,12 @@ BY_MODE: dict[str, Row] = {
         (NEMOTRON, NEXT, KIMI),
         (
             Phrase(
-                "pipeline stages but for Nemotron-H, Qwen3.5 (text) and Kimi Linear",
+                "pipeline stages but for Nemotron-H, Qwen3.5 (dense) and Kimi Linear",
                 (STAGES,),
-                on=(NEXT, GRANITE, QWEN35_IMAGES, KIMI_K3),
-                served=tuple({**each, **STAGES} for each in (NEMOTRON, QWEN35, KIMI)),
+                on=(NEXT, GRANITE, QWEN35_EXPERTS, KIMI_K3),
+                served=tuple(
+                    {**each, **STAGES} for each in (NEMOTRON, QWEN35, QWEN35_IMAGES, KIMI)
+                ),
             ),
             Phrase("`--hier-kv-tree-core rust`", (RUST,)),
             Phrase(

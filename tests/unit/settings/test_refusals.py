@@ -320,12 +320,19 @@ def _with_images(**more: Any) -> SimpleNamespace:
     return SimpleNamespace(**one | more)
 
 
-def test_images_are_stored_by_several_whole_schedulers_and_in_no_stages() -> None:
+def test_images_are_stored_by_several_whole_schedulers_and_by_stages_where_these_were_run() -> None:
     assert why_not_images(_with_images(), WITH_STATES[0], STATES) == ""
     two, stages = _with_images(dp_size=2), _with_images(pp_size=2)
-    for architecture, keeps in ((WITH_STATES[0], STATES), (ALONG_AXES[0], PLAIN)):
+    for architecture, keeps, where in (
+        ("Qwen3_5ForConditionalGeneration", STATES, ""),
+        ("Qwen3_5MoeForConditionalGeneration", STATES, "several pipeline stages"),
+        ("Qwen2_5_VLForConditionalGeneration", PLAIN, ""),
+        (ALONG_AXES[0], PLAIN, "several pipeline stages"),
+    ):
         assert why_not_images(two, architecture, keeps) == ""
-        assert why_not_images(stages, architecture, keeps) == "several pipeline stages"
+        assert why_not_images(stages, architecture, keeps) == where
+        on_nodes = _with_images(pp_size=2, nnodes=2)
+        assert why_not_images(on_nodes, architecture, keeps) == (where or "several nodes")
 
 
 def test_images_are_stored_with_drafts_that_are_given_them() -> None:
