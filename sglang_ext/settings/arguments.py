@@ -40,10 +40,6 @@ class Limit:
         return value is None or any(value == v and type(value) is type(v) for v in self.values)
 
 
-def _one(name: str, why: str) -> Limit:
-    return Limit((1,), f"--{flag(name)} 1", why, "spread the model with --tp-size")
-
-
 def _off(expected: str, why: str) -> Limit:
     return Limit((False,), expected, why, "remove one of the two flags")
 
@@ -58,7 +54,7 @@ def flag(name: str) -> str:
 
 
 _OTHER_CACHE = "two stores would answer for the same prefix"
-_STAGE = "a page would hold some ranks' layers or tokens only, and nothing joins them"
+_SPREAD = "spread the model with --tp-size"
 _HIDDEN_WEIGHTS = (
     "the namespace is a digest of the model's tensors, and these weights are not among them, so "
     "another model's KV could pass for this one's"
@@ -72,18 +68,46 @@ _CAPTURED = (
 
 LIMITED: dict[str, Limit] = {
     # Ranks.
-    "attn_cp_size": _one("attn_cp_size", _STAGE),
-    "dcp_size": _one("dcp_size", _STAGE),
+    "attn_cp_size": Limit(
+        (1,),
+        "--attn-cp-size 1 (context parallel ranks repeat each other's heads)",
+        "each rank has KV of all tokens of its heads, and nobody ran it with ranks that keep the "
+        "same pages",
+        _SPREAD,
+    ),
+    "dcp_size": Limit(
+        (1,),
+        "--dcp-size 1 (with more a rank's pool has each N-th token of a page)",
+        "a rank's pool has each N-th token of a page only, and nothing joins them",
+        _SPREAD,
+    ),
     "enable_dp_attention_local_control_broadcast": _off(
         "control messages that reach all ranks in the same step",
         "ranks agree on the weights in the step that changes them",
     ),
     "dwdp_size": Limit((1,), "--dwdp-size 1", "ranks of one group serve different requests"),
-    "enable_prefill_cp": _off("each prefill on one rank", _STAGE),
-    "enable_cp_tp_group_sharing": _off("each prefill on one rank", _STAGE),
-    "enable_cp_decode_attn_tp": _off("each prefill on one rank", _STAGE),
-    "enable_dsa_cache_layer_split": _off("all layers on each rank", _STAGE),
-    "enable_kv_cache_sharding": _off("a KV cache in one piece", _STAGE),
+    "enable_prefill_cp": _off(
+        "prefills that ranks do not share by tokens",
+        "as of `--attn-cp-size`; SGLang has kernels for it on GPUs only",
+    ),
+    "enable_cp_tp_group_sharing": _off(
+        "prefills of a model with states that ranks do not share by tokens",
+        "SGLang keeps states in shares of the ranks, beside KV that each rank has whole, and has "
+        "kernels for it on GPUs only (GLM-5.3, Qwen 4)",
+    ),
+    "enable_cp_decode_attn_tp": _off(
+        "decode steps that ranks do not divide where they share prefills by tokens",
+        "as of `--attn-cp-size`, without which it does nothing (DeepSeek V4, GLM-5)",
+    ),
+    "enable_dsa_cache_layer_split": _off(
+        "all layers of a page on each rank",
+        "a rank's pool has some of the layers only, and nothing joins them",
+    ),
+    "enable_kv_cache_sharding": _off(
+        "a KV cache that is not divided among ranks by pages",
+        "a rank's pool has each N-th page only, and SGLang itself refuses it with any other radix "
+        "cache backend",
+    ),
     "elastic_ep_backend": _unset(
         "experts that stay where they are",
         "a rank that recovers reloads experts by itself, whatever the weights are by now",
