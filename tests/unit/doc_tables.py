@@ -52,6 +52,7 @@ _MODES: dict[str, dict[str, Any]] = {
     "the same on several nodes": {"tp_size": 2, "nnodes": 2},
     "pipeline stages": {"pp_size": 2},
     "whole schedulers": {"dp_size": 2},
+    "context parallel ranks": {"tp_size": 2, "attn_cp_size": 2},
     "data parallel attention": {"tp_size": 2, "attn_dp_size": 2},
     "that on several nodes": {"tp_size": 4, "attn_dp_size": 2, "nnodes": 2},
     "n-grams": {
@@ -99,7 +100,7 @@ _MODES: dict[str, dict[str, Any]] = {
 _KEPT = {"mamba_radix_cache_strategy": "extra_buffer"}
 # Of each kind, by a word of its own, its architectures in the order in which they are named.
 _KINDS: dict[str, tuple[str, dict[str, str]]] = {
-    "mha": ("K and V", {"Llama": "LlamaForCausalLM"}),
+    "mha": ("K and V", {"Llama": "LlamaForCausalLM", "Qwen 3": "Qwen3ForCausalLM"}),
     "mla": ("latent rows", {"DeepSeek V3": "DeepseekV3ForCausalLM"}),
     "indexed": ("latent rows with an index", {"DeepSeek V3.2": "DeepseekV32ForCausalLM"}),
     "swa": (

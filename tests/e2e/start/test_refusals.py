@@ -155,8 +155,8 @@ REFUSED_ARGUMENTS = {
         ["--dp-size 1 with several pipeline stages", "got 2", "leave --pp-size out"],
     ),
     "context parallel": (
-        ["--attn-cp-size", "2"],
-        ["--attn-cp-size 1 (context parallel ranks repeat", "got --attn-cp-size 2"],
+        ["--tp-size", "4", "--attn-cp-size", "2"],
+        ["--attn-cp-size 4 (as --tp-size) with context parallel ranks", "got 2"],
     ),
     "decode context parallel": (
         ["--dcp-size", "2"],

@@ -600,27 +600,3 @@ def test_codecs_that_lose_nothing_and_ranks_are_taken_with_an_index(codec: str) 
 def test_data_parallel_attention_is_taken_with_an_index() -> None:
     values = {"tp_size": 4, "attn_dp_size": 2, "enable_dp_attention": True}
     assert check_resolved(resolved("indexed", **values), HierKVConfig()) == []
-
-
-@pytest.mark.parametrize(
-    ("values", "words"),
-    [
-        (
-            {"attn_cp_size": 2},
-            "context parallel ranks repeat each other's heads), got --attn-cp",
-        ),
-        ({"enable_prefill_cp": True}, "prefills that ranks do not share by tokens, got --"),
-        ({"dcp_size": 2}, "each N-th token of a page), got --dcp-size 2; spread the model with"),
-        ({"enable_cp_tp_group_sharing": True}, "prefills of a model with states that ranks do not"),
-        ({"enable_cp_decode_attn_tp": True}, "decode steps that ranks do not divide where they s"),
-        ({"enable_dsa_cache_layer_split": True}, "all layers of a page on each rank, got --enable"),
-        ({"enable_kv_cache_sharding": True}, "not divided among ranks by pages, got --enable-kv-"),
-    ],
-)
-def test_each_kind_of_context_parallelism_is_refused_with_what_it_is(
-    values: dict[str, Any], words: str
-) -> None:
-    with pytest.raises(HierKVConfigError) as caught:
-        check_arguments(SimpleNamespace(**values), HierKVConfig())
-    assert words in str(caught.value)
-    assert len(str(caught.value)) <= 700
