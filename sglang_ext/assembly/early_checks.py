@@ -52,9 +52,10 @@ def check_before_weights(runner: Any, model: Any) -> None:
     # Of a quantized checkpoint the weights' configuration may make values a byte each.
     item_bytes = 1 if dtype is None else dtype.itemsize
     page_size = page_tokens(server_args)
-    layout = expected_layout(model_config, page_size, place.tp_size, item_bytes)
-    # With latent rows one rank may keep the pages of all.
-    num_bytes = config.host_bytes * (1 if any(layout.v_row_bytes) else place.tp_size)
+    layout = expected_layout(model_config, page_size, place.head_ranks, item_bytes)
+    # With latent rows, and where all ranks have all heads, one rank may keep the pages of all.
+    is_shared = not any(layout.v_row_bytes) or place.head_ranks == 1
+    num_bytes = config.host_bytes * (place.tp_size if is_shared else 1)
     check_slots(num_bytes // layout.slot_bytes, layout.slot_bytes, config.host_size)
     check_state_bytes(state_bytes(model_config), num_bytes)
     if model_config.is_hybrid_swa:

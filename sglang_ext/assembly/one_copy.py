@@ -1,4 +1,4 @@
-"""With MLA the tensor parallel ranks of a node hold the same KV: the first one keeps it for all.
+"""With MLA, and with all heads on each, the ranks of a node hold the same KV: one keeps it for all.
 
 It has the DRAM, the disk and the remote store of all of them, and does with them what a server of
 one rank does. The others map its DRAM and load from there.

@@ -111,14 +111,15 @@ def are_alike(pool: DevicePool, place: RankPlace, *, is_alone: bool) -> bool:
 
     Of MLA each has the latent row of every token: it is projected from what was summed over all
     ranks, by weights that all of them have. So is the row of an index, and a draft layer's rows,
-    which are of the same kind in such a pool.
+    which are of the same kind in such a pool. Context parallel ranks have K and V of every head.
 
     Args:
         pool: the model's, of all its layers.
         place: this rank's.
         is_alone: nothing but this pool is in a page: no windows, no states.
     """
-    return pool.kind in ("mla", INDEXED) and is_alone and place.tp_size > 1 and place.pp_size == 1
+    has_all = pool.kind in ("mla", INDEXED) or place.head_ranks == 1
+    return has_all and is_alone and place.tp_size > 1 and place.pp_size == 1
 
 
 def put_share(place: RankPlace) -> PutShare:

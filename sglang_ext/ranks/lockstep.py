@@ -333,10 +333,13 @@ def group_of(cache: Any) -> Any | None:
 
 def group_of_stage(cache: Any) -> Any | None:
     """The gloo group of the ranks of this pipeline stage; None when this one is alone in it."""
+    # The second one is larger with context parallel ranks, which have the same heads.
+    largest, num_ranks = None, 1
     for group in (cache.attn_tp_group, cache.tp_group):
-        if group is not None and distributed.get_world_size(group=group) > 1:
-            return group
-    return None
+        size = 1 if group is None else distributed.get_world_size(group=group)
+        if size > num_ranks:
+            largest, num_ranks = group, size
+    return largest
 
 
 @lru_cache(maxsize=1)

@@ -6,6 +6,9 @@ requests of its own. Each has a DRAM and a folder on disk to itself.
 A pipeline stage has some of the model's layers and serves the same requests as the others; each of
 its ranks holds KV of these layers.
 
+Context parallel ranks share the tokens of a prefill, not its heads, and each has KV of all tokens.
+Here they are of the tensor parallel group of their request, and hold what its other ranks hold.
+
 With data parallel attention SGLang's tensor parallel group is both: the ranks of it that share a
 request's attention are a tensor parallel group here, and each such group is a data parallel rank.
 """
@@ -37,6 +40,9 @@ class RankPlace:
         num_nodes: machines that the ranks are spread over, as many on each.
         pp_rank: number of its pipeline stage.
         pp_size: how many stages there are.
+        cp_size: how many ranks of the tensor parallel group have the same heads; more than one
+            with context parallelism only.
+        cp_strategy: how these share a prefill, by SGLang's name; empty where each computes it.
     """
 
     tp_rank: int = 0
@@ -47,6 +53,13 @@ class RankPlace:
     num_nodes: int = 1
     pp_rank: int = 0
     pp_size: int = 1
+    cp_size: int = 1
+    cp_strategy: str = ""
+
+    @property
+    def head_ranks(self) -> int:
+        """In how many shares the heads are divided among the ranks of the group."""
+        return self.tp_size // self.cp_size
 
     @property
     def num_ranks(self) -> int:

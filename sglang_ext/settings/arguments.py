@@ -40,10 +40,6 @@ class Limit:
         return value is None or any(value == v and type(value) is type(v) for v in self.values)
 
 
-def _one(name: str, why: str) -> Limit:
-    return Limit((1,), f"--{flag(name)} 1", why, "spread the model with --tp-size")
-
-
 def _off(expected: str, why: str) -> Limit:
     return Limit((False,), expected, why, "remove one of the two flags")
 
@@ -58,7 +54,7 @@ def flag(name: str) -> str:
 
 
 _OTHER_CACHE = "two stores would answer for the same prefix"
-_STAGE = "a page would hold some ranks' layers or tokens only, and nothing joins them"
+_SPREAD = "spread the model with --tp-size"
 _HIDDEN_WEIGHTS = (
     "the namespace is a digest of the model's tensors, and these weights are not among them, so "
     "another model's KV could pass for this one's"
@@ -72,18 +68,42 @@ _CAPTURED = (
 
 LIMITED: dict[str, Limit] = {
     # Ranks.
-    "attn_cp_size": _one("attn_cp_size", _STAGE),
-    "dcp_size": _one("dcp_size", _STAGE),
+    "cp_strategy": Limit(
+        ("zigzag",),
+        "--cp-strategy zigzag",
+        "interleave is of CUDA kernels that nobody ran with the plugin (sparse attention)",
+        "leave --attn-cp-size and --enable-prefill-cp out",
+    ),
+    "dcp_size": Limit(
+        (1,),
+        "--dcp-size 1 (with more a rank's pool has each N-th token of a page)",
+        "a rank's pool has each N-th token of a page only, and nothing joins them",
+        _SPREAD,
+    ),
     "enable_dp_attention_local_control_broadcast": _off(
         "control messages that reach all ranks in the same step",
         "ranks agree on the weights in the step that changes them",
     ),
     "dwdp_size": Limit((1,), "--dwdp-size 1", "ranks of one group serve different requests"),
-    "enable_prefill_cp": _off("each prefill on one rank", _STAGE),
-    "enable_cp_tp_group_sharing": _off("each prefill on one rank", _STAGE),
-    "enable_cp_decode_attn_tp": _off("each prefill on one rank", _STAGE),
-    "enable_dsa_cache_layer_split": _off("all layers on each rank", _STAGE),
-    "enable_kv_cache_sharding": _off("a KV cache in one piece", _STAGE),
+    "enable_cp_tp_group_sharing": _off(
+        "prefills of a model with states that ranks do not share by tokens",
+        "SGLang keeps states in shares of the ranks, beside KV that each rank has whole, and has "
+        "kernels for it on GPUs only (GLM-5.3, Qwen 4)",
+    ),
+    "enable_cp_decode_attn_tp": _off(
+        "decode steps that ranks do not divide where they share prefills by tokens",
+        "SGLang has it for models with sparse attention (DeepSeek V4, GLM-5), whose prefills on "
+        "several ranks nobody ran with the plugin",
+    ),
+    "enable_dsa_cache_layer_split": _off(
+        "all layers of a page on each rank",
+        "a rank's pool has some of the layers only, and nothing joins them",
+    ),
+    "enable_kv_cache_sharding": _off(
+        "a KV cache that is not divided among ranks by pages",
+        "a rank's pool has each N-th page only, and SGLang itself refuses it with any other radix "
+        "cache backend",
+    ),
     "elastic_ep_backend": _unset(
         "experts that stay where they are",
         "a rank that recovers reloads experts by itself, whatever the weights are by now",
@@ -302,13 +322,14 @@ _FREE = {
         speculative_boundary_reduction speculative_use_block_verification
         speculative_skip_dp_mlp_sync
         speculative_draft_sink_size enable_draft_weights_cpu_backup dllm_algorithm_config dllm_fdfo
-        dcp_comm_backend dcp_replicate_q_proj cp_strategy kv_canary_real_data
+        dcp_comm_backend dcp_replicate_q_proj kv_canary_real_data
         kv_canary_sweep_interval kt_method kt_cpuinfer kt_threadpool_count kt_num_gpu_experts
         kt_max_deferred_experts_per_token paged_experts_num_resident
         elastic_ep_scale_timeout""",
     "ranks, and what they exchange": """
         nnodes nccl_port dist_timeout dist_init_addr gated_launch_port node_rank tp_size pp_size
-        dp_size attn_dp_size enable_dp_attention moe_dp_size enable_dp_lm_head
+        dp_size attn_dp_size enable_dp_attention attn_cp_size enable_prefill_cp moe_dp_size
+        enable_dp_lm_head
         enable_tp_lm_head_all_to_all enable_attn_tp_input_scattered
         enable_shared_experts_attn_tp shared_experts_tp_size enable_dense_mlp_attn_tp
         enable_layernorm_sp enable_megamoe_for_layernorm_sp disable_attn_tp_gather
@@ -399,7 +420,8 @@ _ALIKE = """
     speculative_draft_window_size speculative_adaptive speculative_adaptive_config
     sampling_backend grammar_backend enable_deterministic_inference
     enable_custom_logit_processor
-    attn_dp_size moe_dp_size ep_size moe_dense_tp_size enable_dp_lm_head"""
+    attn_dp_size attn_cp_size enable_prefill_cp moe_dp_size ep_size moe_dense_tp_size
+    enable_dp_lm_head"""
 # A node may have this file elsewhere; what it says has to be the same.
 _CHAINS = "speculative_adaptive_config"
 _SAID = ("_radix_eviction_policy_explicitly_set", "_swa_full_tokens_ratio_explicitly_set")

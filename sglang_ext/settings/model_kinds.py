@@ -268,6 +268,14 @@ SERVED_MODES = (
         "tests/e2e/images/test_image_states.py",
     ),
     ServedMode(
+        "context parallel ranks (`--attn-cp-size`), which share a prefill (`--enable-prefill-cp "
+        "--cp-strategy zigzag`) or repeat it",
+        "exact; one rank keeps each page for all; Qwen 3 (dense) alone, as many of them as "
+        "`--tp-size` says, on one node, without codec, truncation, speculation, adapters or "
+        "sessions; run by two ranks on a CPU",
+        "tests/e2e/ranks/test_context_parallel.py",
+    ),
+    ServedMode(
         "data parallel attention (`--attn-dp-size`, `--enable-dp-attention`)",
         "exact; coded, which was not tried with a calibrated profile; moved by `overflow`, tried "
         "where a group is one rank; shared between groups through the remote store only; without "

@@ -39,7 +39,14 @@ from sglang_ext.settings.speculation import (
     outside_rows,
     outside_speculation,
 )
-from sglang_ext.settings.stages import STAGED_HYBRIDS, WITHOUT_STAGES, outside_stages
+from sglang_ext.settings.stages import (
+    STAGED_HYBRIDS,
+    WITHOUT_CONTEXT,
+    WITHOUT_STAGES,
+    outside_context,
+    outside_context_models,
+    outside_stages,
+)
 from sglang_ext.settings.untried import (
     NEWEST_RELEASE,
     adapters_and_sessions,
@@ -172,6 +179,9 @@ def check_resolved(resolved: Resolved, config: HierKVConfig) -> list[str]:
     if resolved.model_kind == INDEXED:
         for expected, found in outside_index(resolved.values.get, config):
             _refuse(expected, found, f"change it, or {WITHOUT}")
+    kind_of = resolved.model_kind, resolved.architecture, resolved.release
+    for expected, found in outside_context_models(resolved.values.get, *kind_of):
+        _refuse(expected, found, WITHOUT_CONTEXT)
     model = resolved.model_kind, resolved.architecture, resolved.draft, resolved.release
     for expected, found in outside_speculation(resolved.values.get, config, *model):
         _refuse(expected, found, WITHOUT_SPECULATION)
@@ -336,6 +346,8 @@ def _check_values(
         )
     for expected, found in outside_stages(read, config):
         _refuse(expected, found, WITHOUT_STAGES)
+    for expected, found in outside_context(read, config):
+        _refuse(expected, found, WITHOUT_CONTEXT)
     if has_attention_dp(read):
         _check_attention_dp(read, config)
     _check_page_size(read("page_size"), given("page_size"))

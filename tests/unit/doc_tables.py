@@ -53,6 +53,7 @@ _MODES: dict[str, dict[str, Any]] = {
     "pipeline stages": {"pp_size": 2},
     "these on several nodes": {"pp_size": 2, "nnodes": 2},
     "whole schedulers": {"dp_size": 2},
+    "context parallel ranks": {"tp_size": 2, "attn_cp_size": 2},
     "data parallel attention": {"tp_size": 2, "attn_dp_size": 2},
     "that on several nodes": {"tp_size": 4, "attn_dp_size": 2, "nnodes": 2},
     "n-grams": {
@@ -100,7 +101,14 @@ _MODES: dict[str, dict[str, Any]] = {
 _KEPT = {"mamba_radix_cache_strategy": "extra_buffer"}
 # Of each kind, by a word of its own, its architectures in the order in which they are named.
 _KINDS: dict[str, tuple[str, dict[str, str]]] = {
-    "mha": ("K and V", {"Llama": "LlamaForCausalLM", "GLM-4.5": "Glm4MoeForCausalLM"}),
+    "mha": (
+        "K and V",
+        {
+            "Llama": "LlamaForCausalLM",
+            "Qwen 3": "Qwen3ForCausalLM",
+            "GLM-4.5": "Glm4MoeForCausalLM",
+        },
+    ),
     "mla": ("latent rows", {"DeepSeek V3": "DeepseekV3ForCausalLM"}),
     "indexed": ("latent rows with an index", {"DeepSeek V3.2": "DeepseekV32ForCausalLM"}),
     "swa": (

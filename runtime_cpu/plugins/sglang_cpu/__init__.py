@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
+from .context import allow_sharded_prefills
 from .models.admission import admit
 from .models.experts import bind_shared_expert
 from .models.parts import find_parts_by_name
@@ -38,6 +39,7 @@ def load() -> None:
         from sglang.srt.layers.attention.attention_registry import register_attention_backend
 
         register_attention_backend(NAME)(_create)
+        allow_sharded_prefills()
         allow_streams()
         allow_narrow_pools()
 

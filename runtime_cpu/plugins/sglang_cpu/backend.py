@@ -15,6 +15,7 @@ from .attention import (
     attend_tree,
     attend_with_sinks,
 )
+from .context import attend_sharded, is_sharded, write_all
 from .drafts import masks_of, verified_batch
 from .windows import WINDOW_VARIABLE, parse_windows
 
@@ -55,12 +56,49 @@ class CpuExtendAttnBackend(TorchNativeAttnBackend):
         if forward_batch.forward_mode.is_target_verify():
             self._tree_masks = masks_of(forward_batch)
             forward_batch = verified_batch(forward_batch)
+        elif is_sharded(forward_batch):
+            return self._forward_sharded(q, k, v, layer, forward_batch, *args, **kwargs)
         return super().forward_extend(q, k, v, layer, forward_batch, *args, **kwargs)
 
     def forward_decode(self, q: Any, k: Any, v: Any, layer: Any, *args: Any, **kwargs: Any) -> Any:
         """SGLang's interface."""
         self._begin_layer(layer, kwargs)
         return super().forward_decode(q, k, v, layer, *args, **kwargs)
+
+    def _forward_sharded(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """The attention of this rank's tokens, behind K and V of all ranks' tokens in its pool."""
+        if self._sinks is not None or self._chosen is not None or self._chunk is not None:
+            raise NotImplementedError(
+                "expected full attention or windows with prefill context parallelism, got sinks, "
+                "an index or chunks; start without --enable-prefill-cp"
+            )
+        if save_kv_cache:
+            write_all(k, v, layer, forward_batch, self.swa_out_cache_loc)
+        keys = self.token_to_kv_pool.get_key_buffer(layer.layer_id)
+        values = self.token_to_kv_pool.get_value_buffer(layer.layer_id)
+        rows_of = self.req_to_token_pool.req_to_token
+        size = layer.sliding_window_size
+        window = None if size is None or size < 0 else size
+
+        def attend_part(queries: torch.Tensor, request: int, seen: int) -> torch.Tensor:
+            found = queries.new_empty(*queries.shape[:2], layer.v_head_dim)
+            if len(queries):
+                first = 0 if window is None else max(0, seen - len(queries) - window)
+                slots = _run_or_list(self._rows(rows_of[request, first:seen]))
+                read = queries, keys[slots], values[slots], found
+                attend(*read, window=window, scale=layer.scaling)
+            return found
+
+        queries = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return attend_sharded(queries, forward_batch, attend_part).flatten(1)
 
     def lengths_of(self, forward_batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens of each request, new ones included, and how many of them are new.

@@ -131,6 +131,9 @@ def fixed_facts(
     if place.shares_steps:
         # Experts and MLPs lie in shares on all of these, whose weights all enter the namespace.
         fixed["ranks_of_mlp"] = place.num_ranks
+    if place.cp_size > 1:
+        # Of a shard of a prefill products are of other shapes, and round otherwise.
+        fixed["context"] = [place.cp_size, place.cp_strategy]
     if place.pp_size > 1:
         # A page holds the layers of a stage; what these compute with comes from all of them.
         fixed["stage"] = [place.pp_rank, place.pp_size, int(kv_pool.start_layer)]

@@ -33,9 +33,10 @@ def _place(tp_rank: int, tp_size: int) -> RankPlace:
     from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
+    has_parts = parallel.attn_cp_size not in (1, tp_size)  # of the ranks some have other heads
     check_ranks(
         {
-            "attention context parallelism": parallel.attn_cp_size,
+            "context parallelism of some of the ranks": parallel.attn_cp_size if has_parts else 1,
             "decode context parallelism": parallel.attn_dcp_size,
         }
     )
@@ -51,6 +52,8 @@ def _place(tp_rank: int, tp_size: int) -> RankPlace:
         num_nodes=parallel.nnodes,
         pp_rank=parallel.pp_rank,
         pp_size=parallel.pp_size,
+        cp_size=parallel.attn_cp_size,
+        cp_strategy=parallel.cp_strategy if parallel.enable_prefill_cp else "",
     )
 
 

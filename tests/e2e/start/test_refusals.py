@@ -152,15 +152,24 @@ REFUSED_ARGUMENTS = {
         ["--pp-size", "2", "--dp-size", "2"],
         ["--dp-size 1 with several pipeline stages", "got 2", "leave --pp-size out"],
     ),
-    "context parallel": (["--attn-cp-size", "2"], ["--attn-cp-size 1", "got --attn-cp-size 2"]),
-    "decode context parallel": (["--dcp-size", "2"], ["--dcp-size 1", "got --dcp-size 2"]),
+    "context parallel": (
+        ["--tp-size", "4", "--attn-cp-size", "2"],
+        ["--attn-cp-size 4 (as --tp-size) with context parallel ranks", "got 2"],
+    ),
+    "decode context parallel": (
+        ["--dcp-size", "2"],
+        ["--dcp-size 1 (with more a rank's pool has each N-th token", "got --dcp-size 2"],
+    ),
     "speculative": (
         ["--speculative-algorithm", "DFLASH"],
         ["by EAGLE", "--speculative-algorithm DFLASH", "leave it out"],
     ),
     "nvfp4": (["--kv-cache-dtype", "nvfp4"], ["8 bits or more", "nvfp4", "choose auto"]),
     "mxfp4": (["--kv-cache-dtype", "fp4_mx_block16"], ["8 bits or more", "fp4_mx_block16"]),
-    "sharding": (["--enable-kv-cache-sharding"], ["one piece", "--enable-kv-cache-sharding"]),
+    "sharding": (
+        ["--enable-kv-cache-sharding"],
+        ["not divided among ranks by pages", "--enable-kv-cache-sharding"],
+    ),
     "no kv cache": (["--prefill-only-disable-kv-cache"], ["--prefill-only-disable-kv-cache"]),
     "unified memory": (["--enable-unified-memory"], ["plain KV pool", "--enable-unified-memory"]),
     "disaggregation": (

@@ -110,6 +110,14 @@ def test_groups_share_rank_for_rank_and_servers_of_other_sizes_share_nothing() -
         assert len(own) == tp_size // attn_dp_size
 
 
+def test_context_parallel_ranks_have_names_by_how_they_share_a_prefill() -> None:
+    """Products of some of the tokens may round otherwise than one of all of them."""
+    ways = [(1, ""), (2, ""), (2, "zigzag"), (2, "interleave")]
+    of_two = {name_of(Server(), RankPlace(0, 2, cp_size=n, cp_strategy=way)) for n, way in ways}
+    of_four = {name_of(Server(), RankPlace(0, 4, cp_size=n, cp_strategy="")) for n in (1, 2, 4)}
+    assert len(of_two | of_four) == len(ways) + 3
+
+
 @pytest.mark.parametrize(
     "change",
     [

@@ -34,6 +34,13 @@ def test_ranks_of_mla_hold_the_same(
     assert are_alike(pool(kind), place, is_alone=is_alone) == expected
 
 
+@pytest.mark.parametrize(("cp_size", "expected"), [(1, False), (2, False), (4, True)])
+def test_context_parallel_ranks_with_all_heads_hold_the_same(cp_size: int, expected: bool) -> None:
+    place = RankPlace(1, 4, cp_size=cp_size)
+    assert are_alike(pool("mha"), place, is_alone=True) == expected
+    assert not are_alike(pool("mha"), place, is_alone=False)
+
+
 @pytest.mark.parametrize(
     ("place", "expected"),
     [

@@ -61,17 +61,15 @@ OF_RANKS: dict[str, Row] = {
         ({**KV, **TWO}, {**LATENT, **TWO}, {**KV, **STAGES}),
         (
             Phrase(
-                "context parallelism",
-                ({"attn_cp_size": 2}, {"enable_prefill_cp": True}),
-                late=(partial(check_ranks, {"attention context parallelism": 2}),),
-            ),
-            Phrase(
                 "decode-context parallelism",
                 ({"dcp_size": 2},),
                 late=(partial(check_ranks, {"decode context parallelism": 2}),),
             ),
+            Phrase("`--enable-kv-cache-sharding`", ({"enable_kv_cache_sharding": True},)),
+            Phrase("`--enable-dsa-cache-layer-split`", ({"enable_dsa_cache_layer_split": True},)),
         ),
     ),
+    "context parallel ranks (`--attn-cp-size`)": Row(),
     "whole schedulers (`--dp-size`)": Row(
         phrases=(
             Phrase(

@@ -105,6 +105,12 @@ KIMI, KIMI_K3 = (
 STAGES = {"pp_size": 2}
 SEVERAL_NODES = {"nnodes": 2}
 GROUPS = {"tp_size": 2, "attn_dp_size": 2}
+_CONTEXT: SetUp = {
+    "kind": "mha", "architecture": "Qwen3ForCausalLM", "tp_size": 2, "attn_cp_size": 2
+}  # fmt: skip
+_ZIGZAG: SetUp = {
+    **_CONTEXT, "enable_prefill_cp": True, "cp_strategy": "zigzag", "attention_backend": "fa3"
+}  # fmt: skip
 ADAPTERS = ({"enable_lora": True}, {"lora_paths": ["a"]})
 SESSIONS = ({"enable_streaming_session": True}, {"enable_session_radix_cache": True})
 RUST, _SLO = setting(tree_core="rust"), setting(slo_ms=100.0)
@@ -152,6 +158,38 @@ BY_MODE: dict[str, Row] = {
         ),
     ),
     "pipeline stages": Row(),
+    "context parallel ranks": Row(
+        (_CONTEXT, _ZIGZAG),
+        (
+            Phrase("`--attn-cp-size` other than `--tp-size`", ({"tp_size": 4},)),
+            Phrase(
+                "other models than Qwen 3",
+                ({"architecture": "LlamaForCausalLM"}, LATENT, INDEXED, MELLUM, NEXT, KIMI),
+            ),
+            Phrase(
+                "prefill attention other than fa3, fa4 and trtllm_mha with `--enable-prefill-cp`",
+                tuple({"attention_backend": each} for each in ("triton", "flashinfer")),
+                on=(_ZIGZAG,),
+            ),
+            Phrase("`--kv-cache-dtype` other than auto", ({"kv_cache_dtype": "fp8_e4m3"},)),
+            Phrase("several schedulers", ({"dp_size": 2},)),
+            Phrase("data parallel attention", ({"attn_dp_size": 2}, {"enable_dp_attention": True})),
+            Phrase("`--moe-dp-size`", ({"moe_dp_size": 2},)),
+            Phrase("`--ep-size`", ({"ep_size": 2},)),
+            Phrase("stages", (STAGES,)),
+            Phrase("nodes", (SEVERAL_NODES,)),
+            Phrase("`--disaggregation-mode`", (PREFILL, DECODE)),
+            Phrase("`--enable-mixed-chunk`", ({"enable_mixed_chunk": True},)),
+            Phrase("`--enable-two-batch-overlap`", ({"enable_two_batch_overlap": True},)),
+            Phrase("`--speculative-algorithm`", ({"speculative_algorithm": "NGRAM"},)),
+            Phrase("adapters", ADAPTERS),
+            Phrase("sessions", SESSIONS),
+            Phrase("codecs", (LOSSLESS, LOSSY, ZSTD)),
+            Phrase("truncation", (OVERFLOW, MATCH, _ALL)),
+            Phrase("`--hier-kv-tree-core rust`", (RUST,)),
+            Phrase("SGLang 0.5.22", ({"release": "0.5.22"},)),
+        ),
+    ),
     "data parallel attention": Row(
         ({**KV, **GROUPS}, {**KV, "enable_dp_attention": True}),
         (
