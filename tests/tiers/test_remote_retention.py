@@ -20,6 +20,7 @@ from sglang_ext.tiers.store import PageStore, PageStoreConfig
 from sglang_ext.tiers.store.remote.upload_queue import remote_key
 from sglang_ext.tiers.store.types import SENT
 from testkit.remote.redis_server import RedisServer, redis_binary
+from tests.tiers.protection_cases import KEY, OTHER_KEY
 from tests.tiers.remote.remote_cases import (
     LONG_BYTES,
     OK,
@@ -123,13 +124,49 @@ def test_a_time_of_the_future_keeps_nothing(open_: Open, tmp_path: Path) -> None
     assert num_there(store, range(10, 42)) == 42 - 10
 
 
+def test_a_server_whose_clock_is_behind_ends_no_lives(open_: Open, tmp_path: Path) -> None:
+    """To it all is of the future: by its `ttl` it would remove the whole store at its first look."""
+    store = open_("&ttl=7d")
+    store.put(make_items(range(10)))
+    age(tmp_path, -86_400)
+    look(store)
+    assert len(list(tmp_path.rglob("*.hkv"))) == 10
+
+
+def test_a_read_makes_no_file_older(open_: Open, tmp_path: Path) -> None:
+    store = open_()
+    store.put(make_items(range(1)))
+    age(tmp_path, -1800)  # by a clock that is behind by half an hour
+    (path,) = tmp_path.rglob("*.hkv")
+    before = path.stat().st_mtime
+    assert read(store, make_items(range(1))) == [OK]
+    assert path.stat().st_mtime == before
+
+
+def test_hidden_names_are_let_go_under_every_key(open_: Open, tmp_path: Path) -> None:
+    for key, number in ((KEY, 0), (OTHER_KEY, 1)):
+        open_(protect=("encrypt", key)).put(make_items(range(number, number + 1)))
+    store = open_(protect=("encrypt", KEY, OTHER_KEY))
+    assert store.let_go([item.key for item in make_items(range(2))], PAGE_BYTES)
+    ages = [time.time() - path.stat().st_mtime for path in tmp_path.rglob("*.hkv")]
+    assert [each > 80_000 for each in ages] == [True] * 2
+
+
+def test_a_store_that_is_away_has_let_nothing_go(open_: Open) -> None:
+    store = open_()
+    keys = [item.key for item in make_items(range(1))]
+    assert store.let_go(keys, PAGE_BYTES)
+    store.close()
+    assert not store.let_go(keys, PAGE_BYTES)
+
+
 def test_times_are_taken_as_they_can_be_true() -> None:
     assert last_use_s(500.0, 1000.0) == 500.0
     assert last_use_s(1300.0, 1000.0) == 1000.0, "clocks differ by some minutes"
     assert last_use_s(1e9, 1000.0) == 0.0
     assert over_age_s(0.0) == 86_400.0
     assert over_age_s(100.0) == 50.0, "not over its life at once"
-    assert (over_life_s(60.0), over_life_s(1e6)) == (60.0, 3600.0)
+    assert (over_life_s(60.0), over_life_s(1e6)) == (30.0, 3600.0), "no short life anew"
 
 
 # ---- page stores ----
@@ -214,6 +251,19 @@ def test_what_is_used_after_it_was_over_is_sent(host: Callable[..., Host]) -> No
         assert until(one.rests)
     assert one.has(back) == 8
     assert one.count("remote_spared_pages") == 0
+
+
+def test_what_is_over_takes_no_room_of_uploads(host: Callable[..., Host]) -> None:
+    one = host()
+    uploads: Any = one.store._remote.uploads  # type: ignore[union-attr]
+    with one.store._books.table.lock:  # the thread that uploads waits for it
+        for _ in range(2000):
+            uploads.over(one.space, pages("over", 1))
+        for _ in range(256):
+            uploads.saved(one.space, pages("saved", 1))
+    assert until(lambda: uploads.num_open == 0)
+    assert one.count("remote_let_go_pages") < 2000
+    assert one.count("remote_upload_dropped_pages") == 0
 
 
 def test_what_was_sent_goes_first_once_it_is_over(

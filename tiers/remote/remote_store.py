@@ -377,16 +377,19 @@ class RemoteStore:
 
     def let_go(
         self, keys: Sequence[RemoteKey], max_bytes: int, timeout_s: float | None = None
-    ) -> None:
+    ) -> bool:
         """Makes records the first to go, until somebody uses them. Best effort.
 
         Args:
             keys: of what is over; not all need be there.
             max_bytes: none of the records is longer.
             timeout_s: for the whole call; the store's own by default.
+
+        Returns:
+            Whether the store did it for all that it has.
         """
         if not (self.takes_ends and keys):
-            return
+            return False
         deadline = self._deadline(timeout_s)
         names = self._names(keys)
         parts = self._part_names(keys, names, deadline) if max_bytes > self._part_bytes else []
@@ -394,7 +397,7 @@ class RemoteStore:
         with self._lock:
             for name in named:
                 self._used.pop(name, None)
-        self._guard.run(lambda: self._engine.let_go(named, deadline))
+        return self._guard.run(lambda: self._engine.let_go(named, deadline)) is None
 
     def delete(self, keys: Sequence[RemoteKey], timeout_s: float | None = None) -> int:
         """Removes records; returns how many there were, as far as the store said. Best effort."""

@@ -51,7 +51,7 @@ from sglang_ext.tiers.remote.engines.value_folders import (
     ValueFolders,
     read_at,
 )
-from sglang_ext.tiers.remote.keeping.retention import over_age_s
+from sglang_ext.tiers.remote.keeping.retention import last_use_s, over_age_s
 from sglang_ext.tiers.remote.offline.listing import Listing
 from sglang_ext.tiers.remote.shares.division import Division
 from sglang_ext.tiers.remote.url_options import (
@@ -367,8 +367,8 @@ class FileEngine(RemoteEngine):
                 return nothing
             data = np.empty(max(0, min(num_bytes, status.st_size - offset)), np.uint8)
             done = read_at(fd, data, offset)
-            # One of the future would be taken for one that nobody used.
-            if abs(time.time() - status.st_mtime) > _RENEW_AFTER_S:
+            now_s = time.time()
+            if now_s - last_use_s(status.st_mtime, now_s) > _RENEW_AFTER_S:
                 with contextlib.suppress(OSError):
                     renew(fd, status)
             return data[:done]

@@ -2,7 +2,7 @@
 
 What was used goes last, and what is over goes first: a conversation that is said to be over, by
 somebody whose word came true before, or one that was cut and has gone on without these pages.
-Return times that were learned decide nothing here: measured, they kept less than the last use does.
+Return times that were learned decide nothing here: a server sees a part of the uses only.
 
 Nothing here trusts a store's other writers. They can make a value leave, which is a miss; no time
 that they write makes one stay without being used.
@@ -29,10 +29,12 @@ def over_age_s(ttl_s: float) -> float:
 def over_life_s(ttl_s: float) -> float:
     """How long a value that is over still stays where each has a life; a use renews it.
 
+    Shorter than that life: else a short one would begin anew, as if the value had been used.
+
     Args:
         ttl_s: life of a value after its last use, above 0.
     """
-    return min(_OVER_LIFE_S, ttl_s)
+    return min(_OVER_LIFE_S, ttl_s / 2)
 
 
 def last_use_s(written_s: float, now_s: float) -> float:

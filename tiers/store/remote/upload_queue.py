@@ -26,6 +26,7 @@ from sglang_ext.tiers.store.types import Hashes, KeySpace
 logger = logging.getLogger(__name__)
 
 _UPLOAD_QUEUE = 1024  # runs of pages; more are not uploaded, and counted
+_MOST_BEFORE_OVER = _UPLOAD_QUEUE // 2  # the rest is for uploads alone
 _UPLOAD_PAGES = 32  # pinned at once
 _UPLOADED_PAGES = 65536  # remembered as uploaded
 
@@ -82,9 +83,11 @@ class RemoteUploads:
         """Nobody is to want some pages again; what was uploaded goes first. Does not block.
 
         Behind the uploads that wait. With too many of these it is left out: what is there stays
-        for as long as other pages do.
+        for as long as other pages do, and no page that was saved loses its place by it.
         """
-        if self._remote.takes_ends and not self._closing.is_set():
+        if not self._remote.takes_ends or self._closing.is_set():
+            return
+        if self._queue.qsize() < _MOST_BEFORE_OVER:
             with contextlib.suppress(queue.Full):
                 self._queue.put_nowait(_Upload(space, hashes, is_new=False, is_over=True))
 
@@ -158,10 +161,9 @@ class RemoteUploads:
                 self._queue.task_done()
 
     def _serve(self, upload: _Upload) -> None:
-        if upload.is_over:
-            hashes = self._still_over(upload.space, upload.hashes)
-        else:
-            hashes = self._mine(upload.space, upload.hashes)
+        hashes = upload.hashes
+        if not upload.is_over:
+            hashes = self._mine(upload.space, hashes)
             if not upload.is_new:
                 hashes = self._unknown(upload.space, hashes)
         step = self._let_go if upload.is_over else self._upload
@@ -179,8 +181,11 @@ class RemoteUploads:
         return hashes[over]
 
     def _let_go(self, space: KeySpace, hashes: Hashes) -> None:
-        self._remote.let_go(self._keys(space, hashes), self._table.arena.slot_bytes)
-        self._table.counters.add("remote_let_go_pages", len(hashes))
+        if not self._remote.usable:
+            return
+        hashes = self._still_over(space, hashes)
+        if self._remote.let_go(self._keys(space, hashes), self._table.arena.slot_bytes):
+            self._table.counters.add("remote_let_go_pages", len(hashes))
 
     def _unknown(self, space: KeySpace, hashes: Hashes) -> Hashes:
         """Pages that were not uploaded lately: the store is not asked again at each use."""
