@@ -125,7 +125,7 @@ def test_a_time_of_the_future_keeps_nothing(open_: Open, tmp_path: Path) -> None
 
 
 def test_a_server_whose_clock_is_behind_ends_no_lives(open_: Open, tmp_path: Path) -> None:
-    """To it all is of the future: by its `ttl` it would remove the whole store at its first look."""
+    """To it all is of the future: its `ttl` would remove the whole store at the first look."""
     store = open_("&ttl=7d")
     store.put(make_items(range(10)))
     age(tmp_path, -86_400)
