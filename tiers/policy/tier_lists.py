@@ -273,6 +273,23 @@ class TierLists:
             needed[places >= 0] = -places[places >= 0]
         return needed
 
+    def are_over(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which pages leave before all that nobody waits for, as nobody is to want them again.
+
+        Their conversation is said to be over, and who says so is believed; or it was cut, and goes
+        on without them, where such pages have not come back. Nobody waits for them or pins them.
+        """
+        pages, hints = self._shared.pages, self._shared.hints
+        if not self._shared.config.lookahead:
+            return np.zeros(len(rows), np.bool_)
+        kinds = pages.kind[rows]
+        over: npt.NDArray[np.bool_] = kinds == page_kernels.ENDED
+        over &= hints.trusted[hints.owner[rows], hint_kernels.ENDS]
+        if self.return_times.left_never_return:
+            over |= kinds == page_kernels.LEFT_BEHIND
+        over &= (pages.known[rows] != 0) & (pages.pinned[rows] == 0)
+        return over & np.isneginf(self.needed(rows))
+
     def stays_pinned(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Which pages leave last because they are pinned; none while there are too many."""
         if self.num_pinned > self._most_pinned:

@@ -36,6 +36,7 @@ class HidingEngine(RemoteEngine):
         self.max_value_bytes = engine.max_value_bytes
         self.keeps_ttl = engine.keeps_ttl
         self.tells_size = engine.tells_size
+        self.takes_ends = engine.takes_ends
         self._engine = engine
         self._keys = tuple(keys)
 
@@ -90,6 +91,10 @@ class HidingEngine(RemoteEngine):
     def touch(self, names: Sequence[str], deadline: Deadline) -> None:
         """See `RemoteEngine.touch`."""
         self._engine.touch(self._all(names), deadline)
+
+    def let_go(self, names: Sequence[str], deadline: Deadline) -> None:
+        """See `RemoteEngine.let_go`."""
+        self._engine.let_go(self._all(names), deadline)
 
     def delete(self, names: Sequence[str], deadline: Deadline) -> int:
         """See `RemoteEngine.delete`."""

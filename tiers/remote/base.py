@@ -216,11 +216,13 @@ class RemoteEngine(abc.ABC):
         max_value_bytes: no value that is stored may be longer.
         keeps_ttl: whether the store itself forgets values after a time.
         tells_size: whether `usage` says how full the store is.
+        takes_ends: whether `let_go` does anything.
     """
 
     max_value_bytes: int
     keeps_ttl: bool
     tells_size: bool = True
+    takes_ends: bool = False
 
     def divide(self, division: Division) -> bool:
         """Asks the engine to keep each tenant's share from now on; called before `begin`.
@@ -270,6 +272,15 @@ class RemoteEngine(abc.ABC):
     @abc.abstractmethod
     def touch(self, names: Sequence[str], deadline: Deadline) -> None:
         """Makes values young again, for their TTL and for the order of eviction.
+
+        Raises:
+            RemoteError: it did not work for all.
+        """
+
+    def let_go(self, names: Sequence[str], deadline: Deadline) -> None:  # noqa: B027 - see there
+        """Makes values the first to go, until somebody uses them; see `keeping/retention.py`.
+
+        They can be had until then. A store that decides itself what leaves has nothing to do here.
 
         Raises:
             RemoteError: it did not work for all.

@@ -370,14 +370,40 @@ class RemoteStore:
         self._tell([item.key for item in items], outcomes)
         return self._count_puts(outcomes, writing.stored_bytes)
 
+    @property
+    def takes_ends(self) -> bool:
+        """Whether `let_go` does anything."""
+        return self._engine.takes_ends
+
+    def let_go(
+        self, keys: Sequence[RemoteKey], max_bytes: int, timeout_s: float | None = None
+    ) -> bool:
+        """Makes records the first to go, until somebody uses them. Best effort.
+
+        Args:
+            keys: of what is over; not all need be there.
+            max_bytes: none of the records is longer.
+            timeout_s: for the whole call; the store's own by default.
+
+        Returns:
+            Whether the store did it for all that it has.
+        """
+        if not (self.takes_ends and keys):
+            return False
+        deadline = self._deadline(timeout_s)
+        names = self._names(keys)
+        parts = self._part_names(keys, names, deadline) if max_bytes > self._part_bytes else []
+        named = [name for name in [*parts, *names] if name]
+        with self._lock:
+            for name in named:
+                self._used.pop(name, None)
+        return self._guard.run(lambda: self._engine.let_go(named, deadline)) is None
+
     def delete(self, keys: Sequence[RemoteKey], timeout_s: float | None = None) -> int:
         """Removes records; returns how many there were, as far as the store said. Best effort."""
         deadline = self._deadline(timeout_s)
         names = self._names(keys)
-        parts: list[str] = []
-        for name, found in zip(names, self._facts(keys, names, deadline), strict=True):
-            if isinstance(found, HeaderFacts) and not has_too_many_parts(found, self._part_bytes):
-                parts += part_names(name, found, self._part_bytes)
+        parts = self._part_names(keys, names, deadline)
         removed = [0]
 
         def remove() -> None:
@@ -415,6 +441,16 @@ class RemoteStore:
             except (ValueError, TypeError, AttributeError):
                 names.append("")
         return names
+
+    def _part_names(
+        self, keys: Sequence[RemoteKey], names: Sequence[str], deadline: Deadline
+    ) -> list[str]:
+        """Names of the parts of those records that are there and were split."""
+        parts: list[str] = []
+        for name, found in zip(names, self._facts(keys, names, deadline), strict=True):
+            if isinstance(found, HeaderFacts) and not has_too_many_parts(found, self._part_bytes):
+                parts += part_names(name, found, self._part_bytes)
+        return parts
 
     def _facts(
         self, keys: Sequence[RemoteKey], names: Sequence[str], deadline: Deadline

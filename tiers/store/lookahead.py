@@ -9,9 +9,10 @@ own pages, or of what changed in the queue.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from sglang_ext.tiers.index import PageIndex
 from sglang_ext.tiers.policy import PlacementPolicy
@@ -99,6 +100,9 @@ class LookAhead:
     Attributes:
         num_waiting: requests that wait, as of the last look at the window.
         num_in_window: those of them that were in it.
+        on_over: told of pages that nobody is to want again (`TierLists.are_over`): hashes u8
+            `[N, 32]`, and numbers of their key spaces, u32 `[N]`. Called under the table's lock, so
+            it must return at once. None: nobody is.
 
     It has many methods because each thing that is known ahead of a page, by a request that waits, a
     client or an operator, is told by one.
@@ -116,6 +120,7 @@ class LookAhead:
         self._missing, self._behind = _Wishes(), _Wishes()
         self._changed: dict[Hashable, None] = {}
         self._next_expiry_s = float("-inf")
+        self.on_over: Callable[[Hashes, npt.NDArray[np.uint32]], None] | None = None
         books.saves.on_published = self._published
 
     def expect(
@@ -200,7 +205,7 @@ class LookAhead:
             table.parents.depart(rows[:first], rows[end:])
             table.counters.add("left_behind_pages", len(left))
             if table.order.left_never_return:
-                table.index.lru_sink(left[::-1])
+                self._are_over(left)
 
     def leave(self, request: Hashable) -> None:
         """A request does not wait any more; unknown ones are ignored."""
@@ -247,7 +252,7 @@ class LookAhead:
             rows = table.index.prefix_rows(hashes, space.number)
             moved = self._policy.hint(rows, table.now_s(), owner=owner, returns_in_s=returns_in_s)
             if ends and len(moved):
-                table.index.lru_sink(moved[::-1])
+                self._are_over(moved)
             elif len(moved):
                 self._spills.worth_more(rows)
         table.counters.add("hinted_ends_pages" if ends else "hinted_return_pages", len(moved))
@@ -409,10 +414,16 @@ class LookAhead:
         with table.lock:
             ended = self._policy.expire(table.now_s())
             if len(ended):
-                table.index.lru_sink(ended[::-1])
+                self._are_over(ended)
         table.counters.add("ttl_ended_pages", len(ended))
 
     # ---- private; the caller holds the lock ----
+
+    def _are_over(self, rows: Rows) -> None:
+        """Pages are the first to leave from now on, deepest first."""
+        self._table.index.lru_sink(rows[::-1])
+        if self.on_over is not None:
+            self.on_over(*self._table.index.keys(rows))
 
     def _published(self, number: int, hashes: Hashes, path: Rows) -> None:
         """Pages of a key space became known, or known better."""

@@ -202,11 +202,20 @@ class PageStore:
             self._books, remote, config.remote_policy, self._fetch_meter, decoded, open_coded,
             rules, config.put_share,
         )  # fmt: skip
+        if self.lookahead is not None:
+            self.lookahead.on_over = self._let_go
         if config.remote_policy == "on_eviction":
             self._leaving = LeavingPages(
                 self._books, remote, self._remote.uploads.send, self._disk, self._transcoder,
                 self._spaces.find, rules, config.put_share,
             )  # fmt: skip
+
+    def _let_go(self, hashes: Hashes, numbers: npt.NDArray[np.uint32]) -> None:
+        """Nobody is to want pages again: nor is the remote store. The table's lock is held."""
+        for number in np.unique(numbers).tolist():
+            space = self._spaces.find(number)
+            if self._remote is not None and space is not None:
+                self._remote.uploads.over(space, hashes[numbers == number])
 
     def _connect_disk(
         self,

@@ -369,3 +369,13 @@ def test_after_close_everything_is_a_miss_and_no_thread_is_left(
     assert heads(store, [item]) == [UNAVAILABLE]
     left = set(threading.enumerate()) - before
     assert not [thread for thread in left if thread.is_alive()], left
+
+
+def test_what_is_let_go_can_be_had_until_it_went(reopen: Callable[[], RemoteStore]) -> None:
+    store = reopen()
+    items = [*make_items(range(4)), make_item(4, LONG_BYTES)]
+    assert store.put(items) == [OK] * 5
+    store.let_go([item.key for item in [*items, make_item(9)]], LONG_BYTES)
+    store.let_go([], LONG_BYTES)
+    assert store.stats().get("error_unavailable", 0) == 0
+    assert read(reopen(), items) == [OK] * 5

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -39,7 +40,7 @@ from sglang_ext.tiers.remote.base import (
 )
 from sglang_ext.tiers.remote.deadline_executor import CancellableTask, DeadlineExecutor
 from sglang_ext.tiers.remote.engines.file_listing import FileListing
-from sglang_ext.tiers.remote.engines.file_marks import FileMarks, renew
+from sglang_ext.tiers.remote.engines.file_marks import FileMarks, make_old, renew
 from sglang_ext.tiers.remote.engines.file_reclaim import FolderReclaimer
 from sglang_ext.tiers.remote.engines.value_folders import (
     NOTHING_THERE,
@@ -50,6 +51,7 @@ from sglang_ext.tiers.remote.engines.value_folders import (
     ValueFolders,
     read_at,
 )
+from sglang_ext.tiers.remote.keeping.retention import last_use_s, over_age_s
 from sglang_ext.tiers.remote.offline.listing import Listing
 from sglang_ext.tiers.remote.shares.division import Division
 from sglang_ext.tiers.remote.url_options import (
@@ -195,10 +197,14 @@ class _InTheWay:
 
 
 class FileEngine(RemoteEngine):
-    """Keeps values in a shared folder. Once begun, one thread removes what is old or too much."""
+    """Keeps values in a shared folder. Once begun, one thread removes what is old or too much.
+
+    It has many methods because the interface of an engine does, and each call is made of steps.
+    """
 
     max_value_bytes = 64 << 20
     keeps_ttl = True
+    takes_ends = True
 
     def __init__(self, config: FileConfig) -> None:
         """Starts nothing yet.
@@ -283,15 +289,12 @@ class FileEngine(RemoteEngine):
 
     def touch(self, names: Sequence[str], deadline: Deadline) -> None:
         """See `RemoteEngine.touch`."""
+        self._each(names, renew, deadline)
 
-        def work(errand: CancellableTask[None]) -> None:
-            for name in names:
-                errand.check()
-                with _absence_suppressed(), self._folders.folder_of(name) as (folder, file):
-                    status = os.stat(file, dir_fd=folder, follow_symlinks=False)
-                    renew(file, status, folder)
-
-        self._run(work, lambda _: None, deadline)
+    def let_go(self, names: Sequence[str], deadline: Deadline) -> None:
+        """See `RemoteEngine.let_go`. Files that are not our user's stay as they are."""
+        age_s = over_age_s(self._config.ttl_s)
+        self._each(names, partial(make_old, age_s=age_s), deadline)
 
     def delete(self, names: Sequence[str], deadline: Deadline) -> int:
         """See `RemoteEngine.delete`."""
@@ -314,6 +317,22 @@ class FileEngine(RemoteEngine):
     def close(self) -> None:
         """See `RemoteEngine.close`."""
         self.reclaimer.close()
+
+    def _each(
+        self,
+        names: Sequence[str],
+        change: Callable[[str, os.stat_result, int], None],
+        deadline: Deadline,
+    ) -> None:
+        """Changes the times of those files that are there."""
+
+        def work(errand: CancellableTask[None]) -> None:
+            for name in names:
+                errand.check()
+                with _absence_suppressed(), self._folders.folder_of(name) as (folder, file):
+                    change(file, os.stat(file, dir_fd=folder, follow_symlinks=False), folder)
+
+        self._run(work, lambda _: None, deadline)
 
     def _run(
         self,
@@ -348,7 +367,8 @@ class FileEngine(RemoteEngine):
                 return nothing
             data = np.empty(max(0, min(num_bytes, status.st_size - offset)), np.uint8)
             done = read_at(fd, data, offset)
-            if time.time() - status.st_mtime > _RENEW_AFTER_S:
+            now_s = time.time()
+            if now_s - last_use_s(status.st_mtime, now_s) > _RENEW_AFTER_S:
                 with contextlib.suppress(OSError):
                     renew(fd, status)
             return data[:done]

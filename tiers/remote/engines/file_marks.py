@@ -66,10 +66,29 @@ def renew(file: int | str, status: os.stat_result, folder: int | None = None) ->
     os.utime(file, dir_fd=folder, follow_symlinks=isinstance(file, int))
 
 
+def make_old(file: str, status: os.stat_result, folder: int, age_s: float) -> None:
+    """Makes a file as old as if it had not been used for a time, and leaves its mark.
+
+    One that is older already stays as it is, and so does one of another user: only a file's owner
+    says which time it is.
+
+    Args:
+        file: a name in `folder`.
+        status: its own.
+        folder: open.
+        age_s: the time.
+    """
+    if time.time() - status.st_mtime >= age_s:
+        return
+    mark = status.st_mtime_ns % _SECOND_NS
+    with contextlib.suppress(PermissionError):
+        _set(file, mark if mark % _STEP_NS == 0 else 0, folder, age_s)
+
+
 def _mark_of(label: bytes) -> int:
     return _STEP_NS * (1 + int.from_bytes(label[:8], "big") % _NUM_MARKS)
 
 
-def _set(file: int | str, mark: int, folder: int | None = None) -> None:
-    at_ns = int(time.time()) * _SECOND_NS + mark
+def _set(file: int | str, mark: int, folder: int | None = None, age_s: float = 0.0) -> None:
+    at_ns = int(time.time() - age_s) * _SECOND_NS + mark
     os.utime(file, ns=(at_ns, at_ns), dir_fd=folder, follow_symlinks=isinstance(file, int))

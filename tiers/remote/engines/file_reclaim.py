@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from sglang_ext.tiers.failure_log import FailureLog
 from sglang_ext.tiers.remote.engines.file_marks import FileMarks
 from sglang_ext.tiers.remote.engines.value_folders import Found, ValueFolders
+from sglang_ext.tiers.remote.keeping.retention import last_use_s
 from sglang_ext.tiers.remote.shares.division import Division
 
 logger = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class FolderReclaimer:
         self._is_due = True  # guarded by _changed
         self._is_scanning = False  # guarded by _changed
         self._has_warned = self._has_warned_of_errors = False
+        self._now_s = 0.0  # when the look began; the thread's own
         self._counts_blocks = False  # whether the file system says what files take
         self.num_removed = 0
         self.num_scans = 0  # guarded by _changed
@@ -176,8 +178,8 @@ class FolderReclaimer:
         if not self._take_lock(top):
             return None
         try:
-            now_s = time.time()
-            ages = self._count(now_s)
+            now_s = self._now_s = time.time()
+            ages = self._count()
             used = [each.total() for each in ages]
             if sum(used) > self._max_bytes:
                 self._remove_oldest(ages, used)
@@ -187,20 +189,20 @@ class FolderReclaimer:
             with contextlib.suppress(OSError):
                 os.unlink(LOCK_NAME, dir_fd=top)
 
-    def _count(self, now_s: float) -> list[Counter[int]]:
+    def _count(self) -> list[Counter[int]]:
         """Bytes of each tenant by age, in buckets; removes what is too old, and leftovers."""
         ages: list[Counter[int]] = [Counter() for _ in self._rights]
         for found in self._files():
             status = found.status
-            age_s = now_s - status.st_mtime
             if found.is_temp:
-                if age_s > _TEMP_AGE_S:
+                if self._now_s - status.st_mtime > _TEMP_AGE_S:
                     self._remove(found)
                 continue
+            # By what is written: a server whose clock is behind would else remove all that it sees.
+            age_s = self._now_s - status.st_mtime
             if self._ttl_s and age_s > self._ttl_s and self._remove(found):
                 continue
-            bucket = int(status.st_mtime) // _BUCKET_S
-            ages[self._marks.tenant_of(status)][bucket] += self._bytes_of(status)
+            ages[self._marks.tenant_of(status)][self._bucket_of(status)] += self._bytes_of(status)
         return ages
 
     def _remove_oldest(self, ages: list[Counter[int]], used: list[int]) -> None:
@@ -229,7 +231,7 @@ class FolderReclaimer:
         has_failed, rest = False, [each.total() for each in ages]
         for found in self._files():
             tenant = self._marks.tenant_of(found.status)
-            bucket = int(found.status.st_mtime) // _BUCKET_S
+            bucket = self._bucket_of(found.status)
             if found.is_temp or bucket > last[tenant]:
                 continue
             if bucket == last[tenant] and rest[tenant] <= left[tenant]:
@@ -290,6 +292,9 @@ class FolderReclaimer:
         finally:
             os.close(fd)
         return True
+
+    def _bucket_of(self, status: os.stat_result) -> int:
+        return int(last_use_s(status.st_mtime, self._now_s)) // _BUCKET_S
 
     def _bytes_of(self, status: os.stat_result) -> int:
         """Bytes that a file takes; its holes take none."""

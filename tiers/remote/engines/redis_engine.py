@@ -35,6 +35,7 @@ from sglang_ext.tiers.remote.engines.resp import (
     ReplyError,
     refusal,
 )
+from sglang_ext.tiers.remote.keeping.retention import over_life_s
 from sglang_ext.tiers.remote.offline.listing import Listing
 from sglang_ext.tiers.remote.password import ENV_PASSWORD
 from sglang_ext.tiers.remote.url_options import (
@@ -240,6 +241,17 @@ class RedisEngine(RemoteEngine):
             self._each("PEXPIRE", names, (self._ttl_ms,), deadline)
         else:
             self._each("TOUCH", names, (), deadline)
+
+    @property
+    def takes_ends(self) -> bool:  # type: ignore[override]
+        """See `RemoteEngine`. Without a life of all values nothing would renew what is used."""
+        return self._ttl_ms > 0
+
+    def let_go(self, names: Sequence[str], deadline: Deadline) -> None:
+        """See `RemoteEngine.let_go`."""
+        if self._ttl_ms:
+            life_ms = int(over_life_s(self._ttl_ms / 1000) * 1000)
+            self._each("PEXPIRE", names, (life_ms,), deadline)
 
     def delete(self, names: Sequence[str], deadline: Deadline) -> int:
         """See `RemoteEngine.delete`. The server frees the memory later, on a thread of its own."""

@@ -91,6 +91,9 @@ class DramRoom:
         if self.on_unsent is not None:
             unsent = (self._index.flags[rows] & SENT) == 0
             unsent &= ~self._index.are_disowned(rows)  # what was cleared goes nowhere
+            over = unsent & table.order.are_over(rows)  # nor does what nobody is to want again
+            table.counters.add("remote_spared_pages", int(over.sum()))
+            unsent &= ~over
             if unsent.any():
                 self.on_unsent(*self._index.keys(rows[unsent]), on_disk[unsent])
         self._arena.free(self._index.host_slot[rows])

@@ -89,6 +89,8 @@ class RemoteBook:
     def take_unsent(self, low_water_pages: int, max_pages: int) -> tuple[int, Hashes, Slots] | None:
         """Takes pages that would leave DRAM next and were not sent, pinned.
 
+        Those that are over are not sent: they are as ready to leave as they are.
+
         Args:
             low_water_pages: as many pages of DRAM are to be free, or sent.
             max_pages: most that are taken.
@@ -103,6 +105,7 @@ class RemoteBook:
             rows = self._room.next_to_leave(num)
             rows = rows[(self._index.flags[rows] & SENT) == 0]
             rows = rows[~self._index.are_disowned(rows)]
+            rows = rows[~self._table.order.are_over(rows)]
             if not len(rows):
                 return None
             hashes, numbers = self._index.keys(rows)

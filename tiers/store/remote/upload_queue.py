@@ -26,6 +26,7 @@ from sglang_ext.tiers.store.types import Hashes, KeySpace
 logger = logging.getLogger(__name__)
 
 _UPLOAD_QUEUE = 1024  # runs of pages; more are not uploaded, and counted
+_MOST_BEFORE_OVER = _UPLOAD_QUEUE // 2  # the rest is for uploads alone
 _UPLOAD_PAGES = 32  # pinned at once
 _UPLOADED_PAGES = 65536  # remembered as uploaded
 
@@ -34,6 +35,7 @@ class _Upload(NamedTuple):
     space: KeySpace
     hashes: Hashes
     is_new: bool  # saved just now, so perhaps better than what was uploaded under the same key
+    is_over: bool = False  # nothing is uploaded: what is there is the first to go
 
 
 class RemoteUploads:
@@ -77,6 +79,18 @@ class RemoteUploads:
         if self._policy == "second_hit":
             self._offer(_Upload(space, hashes.copy(), is_new=False))
 
+    def over(self, space: KeySpace, hashes: Hashes) -> None:
+        """Nobody is to want some pages again; what was uploaded goes first. Does not block.
+
+        Behind the uploads that wait. With too many of these it is left out: what is there stays
+        for as long as other pages do, and no page that was saved loses its place by it.
+        """
+        if not self._remote.takes_ends or self._closing.is_set():
+            return
+        if self._queue.qsize() < _MOST_BEFORE_OVER:
+            with contextlib.suppress(queue.Full):
+                self._queue.put_nowait(_Upload(space, hashes, is_new=False, is_over=True))
+
     def send(self, space: KeySpace, hashes: Hashes) -> None:
         """Uploads those of some pages that are in DRAM. Blocks; `on_eviction`'s thread calls it."""
         mine = self._mine(space, hashes)
@@ -111,15 +125,19 @@ class RemoteUploads:
         return mine
 
     def _are_rejected(self, space: KeySpace, hashes: Hashes) -> npt.NDArray[np.bool_]:
+        keys = self._keys(space, hashes)
+        rejected = np.array(self._remote.rejected(keys), np.bool_).reshape(len(hashes), -1)
+        by_page: npt.NDArray[np.bool_] = np.logical_or.reduce(rejected, axis=1)
+        return by_page
+
+    def _keys(self, space: KeySpace, hashes: Hashes) -> list[RemoteKey]:
+        """All names that each page may have in the store, page after page."""
         levels = [RAW_CODEC] if self._coded is None else [RAW_CODEC, self._coded.level]
-        keys = [
+        return [
             RemoteKey(space.digest, row.tobytes(), space.lora, level)
             for row in hashes
             for level in levels
         ]
-        rejected = np.array(self._remote.rejected(keys), np.bool_).reshape(-1, len(levels))
-        by_page: npt.NDArray[np.bool_] = np.logical_or.reduce(rejected, axis=1)
-        return by_page
 
     def _offer(self, upload: _Upload) -> None:
         if not len(upload.hashes) or self._closing.is_set():
@@ -135,17 +153,39 @@ class RemoteUploads:
             if upload is None:
                 return
             try:
-                hashes = self._mine(upload.space, upload.hashes)
-                if not upload.is_new:
-                    hashes = self._unknown(upload.space, hashes)
-                for first in range(0, len(hashes), _UPLOAD_PAGES):
-                    if not self._closing.is_set():
-                        self._upload(upload.space, hashes[first : first + _UPLOAD_PAGES])
+                self._serve(upload)
             except Exception:
                 self._table.counters.add("remote_failures")
                 logger.exception("hier-kv: pages could not be uploaded")
             finally:
                 self._queue.task_done()
+
+    def _serve(self, upload: _Upload) -> None:
+        hashes = upload.hashes
+        if not upload.is_over:
+            hashes = self._mine(upload.space, hashes)
+            if not upload.is_new:
+                hashes = self._unknown(upload.space, hashes)
+        step = self._let_go if upload.is_over else self._upload
+        for first in range(0, len(hashes), _UPLOAD_PAGES):
+            if not self._closing.is_set():
+                step(upload.space, hashes[first : first + _UPLOAD_PAGES])
+
+    def _still_over(self, space: KeySpace, hashes: Hashes) -> Hashes:
+        """Those of this process's share that nobody used since, as far as is known here."""
+        hashes = hashes[self._share.has(hashes)]
+        with self._table.lock:
+            rows = self._table.index.lookup(hashes, space.number)
+            over = rows < 0
+            over[~over] = self._table.order.are_over(rows[~over])
+        return hashes[over]
+
+    def _let_go(self, space: KeySpace, hashes: Hashes) -> None:
+        if not self._remote.usable:
+            return
+        hashes = self._still_over(space, hashes)
+        if self._remote.let_go(self._keys(space, hashes), self._table.arena.slot_bytes):
+            self._table.counters.add("remote_let_go_pages", len(hashes))
 
     def _unknown(self, space: KeySpace, hashes: Hashes) -> Hashes:
         """Pages that were not uploaded lately: the store is not asked again at each use."""

@@ -99,6 +99,10 @@ class DramOrder:
         """The pages that `take` would take out."""
         return self._lists.next_to_leave(count, now_s)
 
+    def are_over(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Which pages nobody is to want again, wherever they lie; see `TierLists.are_over`."""
+        return self._lists.are_over(rows)
+
     @property
     def left_never_return(self) -> bool:
         """Whether pages that conversations left behind leave before all others; see `TierLists`."""
