@@ -26,7 +26,7 @@ from tests.e2e.hier_server import (
 )
 from tests.e2e.updates.weight_models import qwen3
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.newest_release]
 
 PAGE = 64
 # Behind what is reused of the second one too few tokens are left to be divided among ranks.

@@ -41,7 +41,7 @@ from tests.e2e.remote.test_remote import eventually
 pytestmark = [
     pytest.mark.e2e,
     pytest.mark.slow,
-    pytest.mark.newest_release("*-states"),
+    pytest.mark.newest_release("*states*", "*windows*"),
     pytest.mark.sampled("latent-remote", "latent-states-on-nodes"),
 ]
 
