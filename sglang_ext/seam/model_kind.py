@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from sglang_ext.settings.stages import STAGED_HYBRIDS
+from sglang_ext.settings.ranks.stages import STAGED_HYBRIDS
 
 # Of those for which SGLang keeps states of pages; their states are a convolution's and a
 # recurrence's, in every layer that has one.

@@ -29,6 +29,12 @@ from sglang_ext.settings.indexed import KIND as INDEXED
 from sglang_ext.settings.indexed import outside_index
 from sglang_ext.settings.lossless import lossy_codec
 from sglang_ext.settings.model_kinds import MODEL_KINDS, STATE_KINDS, WITHOUT
+from sglang_ext.settings.ranks.context import (
+    WITHOUT_CONTEXT,
+    outside_context,
+    outside_context_models,
+)
+from sglang_ext.settings.ranks.stages import STAGED_HYBRIDS, WITHOUT_STAGES, outside_stages
 from sglang_ext.settings.speculation import (
     KEYED_BY_PAIRS,
     OTHER_DRAFT,
@@ -38,14 +44,6 @@ from sglang_ext.settings.speculation import (
     outside_changes,
     outside_rows,
     outside_speculation,
-)
-from sglang_ext.settings.stages import (
-    STAGED_HYBRIDS,
-    WITHOUT_CONTEXT,
-    WITHOUT_STAGES,
-    outside_context,
-    outside_context_models,
-    outside_stages,
 )
 from sglang_ext.settings.untried import (
     NEWEST_RELEASE,

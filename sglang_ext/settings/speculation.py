@@ -357,9 +357,14 @@ def answers_guesses(read: Callable[[str], Any]) -> bool:
     Args:
         read: an argument's value by its name, as SGLang resolved it.
     """
+    return bool(_low_thresholds(read))
+
+
+def _low_thresholds(read: Callable[[str], Any]) -> list[str]:
+    """Which thresholds have guesses answered that the model might not have said, NaN too."""
     if read("speculative_algorithm") is None:
-        return False
-    return any(not read(name) >= 1 for name in _THRESHOLDS)
+        return []
+    return [name for name in _THRESHOLDS if not read(name) >= 1]
 
 
 def outside_changes(
@@ -378,12 +383,11 @@ def outside_changes(
     found: list[tuple[str, str]] = []
     if kind == STATE_KINDS[0] and algorithm == EAGLE:
         found += _of_thresholds(read)
-    if stores_images and answers_guesses(read):
+    if stores_images:
         where = "(on a server that stores prompts with images)"
         found += [
             (f"--{name.replace('_', '-')} of at least 1.0 {where}", f"{float(read(name))}")
-            for name in _THRESHOLDS
-            if not read(name) >= 1
+            for name in _low_thresholds(read)
         ]
     yield from outside(found, f"with --speculative-algorithm {algorithm}")
 

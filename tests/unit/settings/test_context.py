@@ -10,8 +10,8 @@ import pytest
 
 from sglang_ext.errors import HierKVConfigError
 from sglang_ext.settings.config import HierKVConfig
+from sglang_ext.settings.ranks.context import CONTEXT_ARCHITECTURES
 from sglang_ext.settings.refusals import Resolved, check_arguments, check_resolved
-from sglang_ext.settings.stages import CONTEXT_ARCHITECTURES
 
 RANKS: dict[str, Any] = {"tp_size": 2, "attn_cp_size": 2}
 ZIGZAG = {
