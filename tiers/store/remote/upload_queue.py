@@ -61,6 +61,7 @@ class RemoteUploads:
     ) -> None:
         self._table, self._loads, self._share = table, loads, share
         self._remote, self._policy, self._coded = remote, policy, coded
+        self._levels = [RAW_CODEC] if coded is None else [RAW_CODEC, coded.level]
         self._puts = TenantPuts(table, remote)
         self._queue: queue.Queue[_Upload | None] = queue.Queue(_UPLOAD_QUEUE)
         # Keys uploaded lately, by namespace number and page hash; the upload thread's own.
@@ -126,17 +127,16 @@ class RemoteUploads:
 
     def _are_rejected(self, space: KeySpace, hashes: Hashes) -> npt.NDArray[np.bool_]:
         keys = self._keys(space, hashes)
-        rejected = np.array(self._remote.rejected(keys), np.bool_).reshape(len(hashes), -1)
+        rejected = np.array(self._remote.rejected(keys), np.bool_).reshape(-1, len(self._levels))
         by_page: npt.NDArray[np.bool_] = np.logical_or.reduce(rejected, axis=1)
         return by_page
 
     def _keys(self, space: KeySpace, hashes: Hashes) -> list[RemoteKey]:
         """All names that each page may have in the store, page after page."""
-        levels = [RAW_CODEC] if self._coded is None else [RAW_CODEC, self._coded.level]
         return [
             RemoteKey(space.digest, row.tobytes(), space.lora, level)
             for row in hashes
-            for level in levels
+            for level in self._levels
         ]
 
     def _offer(self, upload: _Upload) -> None:
