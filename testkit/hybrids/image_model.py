@@ -13,7 +13,7 @@ from typing import Any
 
 from testkit.hybrids.state_model import COMMON, StateModel, write_model
 from testkit.images.tokens import add_tokens
-from testkit.images.vision_model import SPECIAL, TOKEN_SIDE, VOCABULARY
+from testkit.images.vision_model import SPECIAL, TOKEN_IDS, TOKEN_SIDE, VOCABULARY
 from testkit.published_model import class_of_transformers
 
 _IMAGES = {
@@ -67,10 +67,7 @@ def _config(name: str, num_groups: int = 1, **fields: Any) -> Any:
     return class_of_transformers(name)(
         text_config=text,
         vision_config=images,
-        image_token_id=SPECIAL["<|image_pad|>"],
-        video_token_id=SPECIAL["<|video_pad|>"],
-        vision_start_token_id=SPECIAL["<|vision_start|>"],
-        vision_end_token_id=SPECIAL["<|vision_end|>"],
+        **TOKEN_IDS,
         tie_word_embeddings=False,
     )
 

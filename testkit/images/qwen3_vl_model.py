@@ -10,7 +10,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-from testkit.images.vision_model import NUM_LAYERS, SPECIAL, VOCABULARY, write_qwen_vl
+from testkit.images.vision_model import (
+    NUM_LAYERS,
+    SPECIAL,
+    TOKEN_IDS,
+    VOCABULARY,
+    write_qwen_vl,
+)
 from testkit.published_model import class_of_transformers, seeded
 
 _VIDEOS = {"video_processor_type": "Qwen3VLVideoProcessor", "patch_size": 14}
@@ -47,10 +53,7 @@ def _config() -> Any:
     return class_of_transformers("Qwen3VLConfig")(
         text_config=text,
         vision_config=vision,
-        vision_start_token_id=SPECIAL["<|vision_start|>"],
-        vision_end_token_id=SPECIAL["<|vision_end|>"],
-        image_token_id=SPECIAL["<|image_pad|>"],
-        video_token_id=SPECIAL["<|video_pad|>"],
+        **TOKEN_IDS,
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=1,

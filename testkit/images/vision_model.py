@@ -24,6 +24,14 @@ SPECIAL = {
     "<|image_pad|>": VOCABULARY + 2,
     "<|video_pad|>": VOCABULARY + 3,
 }
+# As configurations of transformers name them.
+TOKEN_IDS = {
+    f"{name}_token_id": SPECIAL[token]
+    for name, token in (
+        ("vision_start", "<|vision_start|>"), ("vision_end", "<|vision_end|>"),
+        ("image", "<|image_pad|>"), ("video", "<|video_pad|>"),
+    )
+}  # fmt: skip
 IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 # As that of the published model.
 _CHAT_TEMPLATE = (
@@ -125,10 +133,7 @@ def _config() -> Any:
     return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
-        vision_start_token_id=SPECIAL["<|vision_start|>"],
-        vision_end_token_id=SPECIAL["<|vision_end|>"],
-        image_token_id=SPECIAL["<|image_pad|>"],
-        video_token_id=SPECIAL["<|video_pad|>"],
+        **TOKEN_IDS,
         tie_word_embeddings=False,
         bos_token_id=0,
         eos_token_id=1,

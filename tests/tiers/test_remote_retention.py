@@ -30,6 +30,7 @@ from tests.tiers.remote.remote_cases import (
     make_item,
     make_items,
     open_store,
+    opened_folder,
     read,
     until,
 )
@@ -49,21 +50,13 @@ from tests.tiers.remote.test_tenant_shares import (
 
 Open = Callable[..., RemoteStore]
 SLOTS = 32
+SIZE = f"size={PAGES * PAGE_BYTES}&free=1"
 
 
 @pytest.fixture
 def open_(tmp_path: Path) -> Iterator[Open]:
-    opened: list[RemoteStore] = []
-
-    def open_one(query: str = "", **how: Any) -> RemoteStore:
-        url = f"file://{tmp_path}?size={PAGES * PAGE_BYTES}&free=1{query}"
-        opened.append(open_store(url, **how))
-        assert opened[-1].wait_usable(WAIT_S)
-        return opened[-1]
-
-    yield open_one
-    for store in opened:
-        store.close()
+    with opened_folder(tmp_path, SIZE) as open_one:
+        yield open_one
 
 
 def let_go(store: RemoteStore, numbers: range) -> None:
@@ -99,7 +92,7 @@ def test_a_tenant_within_its_share_keeps_what_is_over(open_: Open, tmp_path: Pat
 def test_all_parts_of_what_is_over_go_first_and_within_their_life(
     open_: Open, tmp_path: Path
 ) -> None:
-    store = open_("&ttl=1h", max_calls=8)
+    store = open_(f"{SIZE}&ttl=1h", max_calls=8)
     long, other = make_item(1, LONG_BYTES), make_item(2)
     store.put([long, other])
     store.let_go([long.key], LONG_BYTES)
@@ -111,7 +104,7 @@ def test_all_parts_of_what_is_over_go_first_and_within_their_life(
 
 def test_a_time_of_the_future_keeps_nothing(open_: Open, tmp_path: Path) -> None:
     """A peer that sets its files' times ahead had them for good, against everybody's."""
-    store = open_("&ttl=7d")
+    store = open_(f"{SIZE}&ttl=7d")
     store.put(make_items(range(10)))
     with unseen(tmp_path):
         for path in tmp_path.rglob("*.hkv"):
@@ -126,7 +119,7 @@ def test_a_time_of_the_future_keeps_nothing(open_: Open, tmp_path: Path) -> None
 
 def test_a_server_whose_clock_is_behind_ends_no_lives(open_: Open, tmp_path: Path) -> None:
     """To it all is of the future: its `ttl` would remove the whole store at the first look."""
-    store = open_("&ttl=7d")
+    store = open_(f"{SIZE}&ttl=7d")
     store.put(make_items(range(10)))
     age(tmp_path, -86_400)
     look(store)

@@ -19,26 +19,32 @@ from typing import Any
 import pytest
 
 from testkit.hybrids.image_model import DEEP_IMAGE_MODEL, write_image_model
-from testkit.images.vision_model import IMAGE, picture, write_vision_model
+from testkit.images.vision_model import write_vision_model
 from testkit.rank_requests import ENVIRONMENT, JITTER_MS
 from testkit.server import Server
 from testkit.slow import ENV_JITTER
 from tests.e2e.hier_server import send_in_halves, settled
+from tests.e2e.images.asked_in_turn import (
+    MANY,
+    Plain,
+    Told,
+    ask_in_turn,
+    ask_plain,
+    check_alike,
+    check_unnamed,
+)
 from tests.e2e.images.image_prompts import (
     BASE,
     LARGE,
-    PAGE,
     PLUGIN,
-    TOLERANCE,
     Prompt,
     answers,
     ask,
     check_right,
     host_size,
     prompts,
-    words,
 )
-from tests.e2e.models.hybrid_answers import cached, check_hits, drop_device, values
+from tests.e2e.models.hybrid_answers import check_hits, values
 
 pytestmark = [
     pytest.mark.e2e,
@@ -48,14 +54,6 @@ pytestmark = [
 ]
 
 NUM_AT_ONCE = 20
-TEXT = words(100, 70) + IMAGE + words(101, 60)
-ALIKE = [Prompt(TEXT, (picture(seed),)) for seed in range(200, 202)]
-MINE, YOURS = (Prompt(words(500, 40) + IMAGE + words(501, 80), (picture(n),)) for n in (500, 501))
-MANY = [
-    Prompt(words(600 + n, 30 + 17 * n) + IMAGE + words(700 + n, 50), (picture(seed, width=12),))
-    for n in range(3)
-    for seed in (600, 601)
-]
 
 
 @dataclass(frozen=True)
@@ -90,26 +88,13 @@ class Served:
     """What two stages without the plugin answered, and what two with it did.
 
     Attributes:
-        computed, hits: of plain SGLang to `prompts()`, and the same again.
-        right: of plain SGLang, to each prompt that was asked at any time.
-        found, again, from_dram: of the plugin, the same again, and behind a flush.
-        alike: to other images in one text, and the same again behind a flush.
-        unnamed: to two images under one name, and between these to one of them without it.
-        counters: of that server.
-        log: of it.
+        plain: without it.
+        told: with it.
         go_on: starts the next one.
     """
 
-    computed: list[Any]
-    hits: list[Any]
-    right: dict[Prompt, Any]
-    found: list[Any]
-    again: list[Any]
-    from_dram: list[Any]
-    alike: list[Any]
-    unnamed: list[Any]
-    counters: dict[str, Any]
-    log: str
+    plain: Plain
+    told: Told
     go_on: Callable[[], Server]
 
 
@@ -149,27 +134,10 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder, kind = tmp_path_factory.mktemp("image-stages"), KINDS[request.param]
     model, which = kind.write(folder / "model"), prompts()
     with stages(kind, model, kind.large) as server:
-        computed, hits = answers(server, which), answers(server, which)
-        asked = [*ALIKE, MINE, YOURS, *MANY]
-        right = dict(zip(asked, answers(server, asked), strict=True))
+        plain = ask_plain(server, which, ask)
     with stages(kind, model, kind.large, folder, 400) as server:
-        found, again = answers(server, which), answers(server, which)
-        drop_device(server)
-        from_dram = answers(server, which)
-        alike = answers(server, ALIKE)
-        unnamed = [
-            ask(server, MINE, mm_hashes=["ab12"]),
-            ask(server, YOURS),
-            ask(server, YOURS, mm_hashes=["ab12"]),
-        ]
-        drop_device(server)
-        alike += answers(server, ALIKE[::-1])
-        unnamed += answers(server, [YOURS, MINE])
-        counters, log = settled(server), server.log()
-    return Served(
-        computed, hits, right, found, again, from_dram, alike, unnamed, counters, log,
-        partial(stages, kind, model, kind.small, folder, 40),
-    )  # fmt: skip
+        told = ask_in_turn(server, which, ask)
+    return Served(plain, told, partial(stages, kind, model, kind.small, folder, 40))
 
 
 @pytest.fixture(scope="module")
@@ -193,33 +161,26 @@ def check_counters(counters: dict[str, Any], num_unnamed: int = 0) -> None:
 
 def test_images_come_back_in_all_stages_from_dram(served: Served) -> None:
     """Bit for bit as they do from the devices of plain SGLang."""
-    check_right(served.found, served.computed)
-    assert values(served.again) == values(served.hits)
-    check_hits(served.from_dram, served.hits, "host", above=1000)
-    check_counters(served.counters, num_unnamed=2)
-    assert "Found rank divergence" not in served.log
+    plain, told = served.plain, served.told
+    check_right(told.found, plain.computed)
+    assert values(told.again) == values(plain.hits)
+    check_hits(told.from_dram, plain.hits, "host", above=1000)
+    check_counters(told.counters, num_unnamed=2)
+    assert "Found rank divergence" not in told.log
 
 
 def test_another_image_in_the_same_text_is_another_prompt(served: Served) -> None:
-    right = [served.right[prompt] for prompt in ALIKE]
-    (_, one), (_, other) = values(right)
-    assert max(abs(a - b) for a, b in zip(one, other, strict=True)) > 10 * TOLERANCE
-    check_right(served.alike, [*right, *right[::-1]])
-    assert cached(served.alike[1:2])[0] < 128, "the text before the image, and no more"
+    check_alike(served.plain, served.told, most_cached=128)
 
 
 def test_an_unnamed_image_beside_named_ones_is_neither_stored_nor_loaded(served: Served) -> None:
-    """Two images under one name are one to SGLang; the stores of the stages never hear of it."""
-    mine, named, _, named_again, mine_again = served.unnamed
-    check_right([mine, mine_again], [served.right[MINE]] * 2)
-    check_right([named, named_again], [served.right[YOURS]] * 2)
-    assert cached([mine_again])[0] < PAGE <= cached([named_again])[0]
+    check_unnamed(served.plain, served.told)
 
 
 @pytest.mark.long
 def test_images_come_back_in_all_stages_from_disk(served: Served, served_next: ServedNext) -> None:
     """Bit for bit as from DRAM, when the server was killed."""
-    check_hits(served_next.from_disk, served.hits, "disk", above=1000)
+    check_hits(served_next.from_disk, served.plain.hits, "disk", above=1000)
     check_counters(served_next.counters)
     assert "Found rank divergence" not in served_next.log
 
@@ -227,6 +188,5 @@ def test_images_come_back_in_all_stages_from_disk(served: Served, served_next: S
 @pytest.mark.long
 def test_many_at_once_on_small_devices(served: Served, served_next: ServedNext) -> None:
     """Images leave the devices while others come, and chunks end inside of them."""
-    asked = [prompt for prompt, _ in served_next.at_once]
-    found = [answer for _, answer in served_next.at_once]
-    check_right(found, [served.right[each] for each in asked])
+    right = [served.plain.right[prompt] for prompt, _ in served_next.at_once]
+    check_right([answer for _, answer in served_next.at_once], right)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -134,6 +136,39 @@ def open_store(
         division=division,
         **protected_store(open_engine(url), *protect),
     )
+
+
+@contextmanager
+def opened_stores() -> Iterator[Callable[..., RemoteStore]]:
+    """Opens stores as `open_store` does, and closes them at the end."""
+    opened: list[RemoteStore] = []
+
+    def open_one(url: str, **how: Any) -> RemoteStore:
+        opened.append(open_store(url, **how))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+@contextmanager
+def opened_folder(folder: Path, query: str, **others: Any) -> Iterator[Callable[..., RemoteStore]]:
+    """Opens stores over a folder that can be used; all are closed at the end.
+
+    Args:
+        folder: of their URL.
+        query: of it, where none is given.
+        others: arguments of `open_store`, where none are given.
+    """
+    with opened_stores() as open_one:
+
+        def open_usable(query: str = query, **how: Any) -> RemoteStore:
+            store = open_one(f"file://{folder}?{query}", **(others | how))
+            assert store.wait_usable(WAIT_S)
+            return store
+
+        yield open_usable
 
 
 def until(is_so: Callable[[], bool], timeout_s: float = 4 * WAIT_S) -> bool:

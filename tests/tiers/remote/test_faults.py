@@ -36,7 +36,7 @@ from tests.tiers.remote.remote_cases import (
     heads,
     make_item,
     make_items,
-    open_store,
+    opened_stores,
     read,
     until,
 )
@@ -65,15 +65,8 @@ def clean_redis(redis: RedisServer) -> RedisServer:
 @pytest.fixture
 def open_() -> Iterator[Open]:
     """Opens stores that are closed when the test ends."""
-    opened: list[RemoteStore] = []
-
-    def open_one(url: str, **changes: Any) -> RemoteStore:
-        opened.append(open_store(url, **changes))
-        return opened[-1]
-
-    yield open_one
-    for store in opened:
-        store.close()
+    with opened_stores() as open_one:
+        yield open_one
 
 
 def redis_url(port: int) -> str:

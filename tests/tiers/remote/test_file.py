@@ -46,6 +46,7 @@ from tests.tiers.remote.remote_cases import (
     make_item,
     make_items,
     open_store,
+    opened_folder,
     read,
     until,
 )
@@ -69,16 +70,8 @@ store.close()
 
 @pytest.fixture
 def open_(tmp_path: Path) -> Iterator[Open]:
-    opened: list[RemoteStore] = []
-
-    def open_one(query: str = "size=1GB&free=1", **changes: Any) -> RemoteStore:
-        opened.append(open_store(f"file://{tmp_path}?{query}", **changes))
-        assert opened[-1].wait_usable(WAIT_S)
-        return opened[-1]
-
-    yield open_one
-    for store in opened:
-        store.close()
+    with opened_folder(tmp_path, "size=1GB&free=1") as open_one:
+        yield open_one
 
 
 def _reclaimer(store: RemoteStore) -> Any:

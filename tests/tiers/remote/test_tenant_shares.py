@@ -33,6 +33,7 @@ from tests.tiers.remote.remote_cases import (
     make_item,
     make_items,
     open_store,
+    opened_folder,
     read,
     until,
 )
@@ -48,17 +49,10 @@ Open = Callable[..., RemoteStore]
 
 @pytest.fixture
 def open_(tmp_path: Path) -> Iterator[Open]:
-    opened: list[RemoteStore] = []
-
-    def open_one(division: Division | None = DIVISION, **how: Any) -> RemoteStore:
-        url = f"file://{tmp_path}?size={PAGES * PAGE_BYTES}&free=1"
-        opened.append(open_store(url, division=division, **how))
-        assert opened[-1].wait_usable(WAIT_S)
-        return opened[-1]
-
-    yield open_one
-    for store in opened:
-        store.close()
+    with opened_folder(
+        tmp_path, f"size={PAGES * PAGE_BYTES}&free=1", division=DIVISION
+    ) as open_one:
+        yield open_one
 
 
 def of_tenant(tenant: int, numbers: range) -> list[PutItem]:
@@ -156,13 +150,13 @@ def test_servers_see_each_others_marks_and_number_them_as_they_like(
 ) -> None:
     one = open_()
     one.put([*of_tenant(ACME, range(4)), make_item(4, LONG_BYTES)._replace(tenant=WEB)])
-    other = open_(Division((0.3, 0.3, 0.3), (LABELS[1], (b"new" * 8,), LABELS[0])))
+    other = open_(division=Division((0.3, 0.3, 0.3), (LABELS[1], (b"new" * 8,), LABELS[0])))
     look(other)
     assert other.used_by_tenant() == [0, LONG_BYTES, 0, 4 * PAGE_BYTES]
-    rotated = open_(Division((0.5,), ((b"new key " * 4, *LABELS[0]),)))
+    rotated = open_(division=Division((0.5,), ((b"new key " * 4, *LABELS[0]),)))
     look(rotated)
     assert rotated.used_by_tenant() == [LONG_BYTES, 4 * PAGE_BYTES]
-    plain = open_(None, ttl_s=3600.0)
+    plain = open_(division=None, ttl_s=3600.0)
     assert plain.used_by_tenant() == []
     age(tmp_path, 1200)
     assert read(plain, make_items(range(4))) == [OK] * 4  # young again by a server without shares
@@ -175,7 +169,7 @@ def test_servers_see_each_others_marks_and_number_them_as_they_like(
 
 def test_a_mark_says_nothing_to_who_reads_names_and_bytes(open_: Open, tmp_path: Path) -> None:
     open_().put(of_tenant(ACME, range(3)))
-    open_(None, prefix="plain").put(make_items(range(3)))
+    open_(division=None, prefix="plain").put(make_items(range(3)))
     marked, plain = (
         sorted((p.name, p.read_bytes()) for p in (tmp_path / top).rglob("*.hkv"))
         for top in ("hkv-1", "plain-1")
